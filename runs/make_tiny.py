@@ -1,0 +1,260 @@
+"""How the embedded model was made, stage by stage; every stage can be run again.
+
+    python runs/make_tiny.py tokenizer --chat CHAT.jsonl.gz --text STORIES.txt.gz --output out/tiny/base
+    python runs/make_tiny.py tokens    --model out/tiny/base --chat CHAT.jsonl.gz --text NOVELS.txt.gz ... --output out/tiny/tokens
+    python runs/make_tiny.py pretrain  --tokens out/tiny/tokens --model DIR_OR_NONE --output out/tiny/run --minutes 75 --long-minutes 15
+    python runs/make_tiny.py quantise  --model out/tiny/run/model --output src/eyas/tiny/weights
+    python runs/make_tiny.py report    --model DIR --chat HELDIN.jsonl.gz
+
+Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
+`pretrain` checkpoints every few minutes and resumes by itself when it is started again with the same --output.
+The draft head is made afterwards by `eyas train` (see runs/make_tiny.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+
+SHAPE = dict(  # the architecture of the embedded model
+    hidden_size=384, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=2, head_dim=64, intermediate_size=1024,
+    vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.03, rms_norm_eps=1e-6,
+    bos_token_id=0, eos_token_id=1, pad_token_id=5,
+)  # fmt: skip
+SPECIAL = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "<|bos|>{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>\n"
+    "{% generation %}{{ m['content'] | trim }}<|end|>{% endgeneration %}\n"
+    "{% else %}<|{{ m['role'] }}|>\n{{ m['content'] | trim }}<|end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    with (gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")) as f:
+        yield from f
+
+
+def chats(path: Path) -> Iterator[list[dict[str, str]]]:
+    for line in read_lines(path):
+        yield json.loads(line)["conversations"]
+
+
+def documents(path: Path) -> Iterator[str]:
+    for text in "".join(read_lines(path)).split("<|endoftext|>"):
+        if text.strip():
+            yield text.strip()
+
+
+def tokenizer_stage(args: argparse.Namespace) -> None:
+    """A byte-level BPE of 8,192 tokens over all the training text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def texts() -> Iterator[str]:
+        for path in args.chat:
+            for turns in chats(path):
+                yield "\n".join(t["content"] for t in turns)
+        for path in args.text:
+            yield from documents(path)
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=SHAPE["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[5],
+        additional_special_tokens=SPECIAL[2:5], model_max_length=SHAPE["max_position_embeddings"],
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(args.output)
+
+
+def tokens_stage(args: argparse.Namespace) -> None:
+    """Tokenise once: chat.bin (conversations, shuffled), text.bin (documents), heldout.bin (every 100th conversation)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    args.output.mkdir(parents=True, exist_ok=True)
+    conversations = [c for path in args.chat for c in chats(path)]
+    order = np.random.default_rng(args.seed).permutation(len(conversations))
+    streams: dict[str, list[np.ndarray]] = {"chat": [], "heldout": [], "text": []}
+    for rank, index in enumerate(order):
+        text = tokenizer.apply_chat_template(conversations[index], tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        streams["heldout" if rank % 100 == 0 else "chat"].append(np.array(ids, np.uint16))
+    for path in args.text:
+        for text in documents(path):
+            ids = tokenizer("<|bos|>" + text + "<|end|>\n", add_special_tokens=False)["input_ids"]
+            streams["text"].append(np.array(ids, np.uint16))
+    for name, parts in streams.items():
+        stream = np.concatenate(parts)
+        stream.tofile(args.output / f"{name}.bin")
+        print(f"{name}: {len(stream):,} tokens in {len(parts):,} documents")
+
+
+class Blocks:
+    """Endless batches of consecutive blocks; every epoch cuts at another offset and in another order."""
+
+    def __init__(self, stream: np.ndarray, length: int, seed: int) -> None:
+        self.stream, self.length, self.rng, self.queue = stream, length, np.random.default_rng(seed), []
+
+    def take(self) -> np.ndarray:
+        if not self.queue:
+            offset = int(self.rng.integers(self.length))
+            starts = np.arange(offset, len(self.stream) - self.length, self.length)
+            self.queue = self.rng.permutation(starts).tolist()
+        start = self.queue.pop()
+        return self.stream[start : start + self.length].astype(np.int64)
+
+
+def loss_of(model: torch.nn.Module, ids_BT: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
+    """Mean next-token loss in nats; logits are made and forgotten chunk by chunk."""
+    hidden = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    goal = ids_BT[:, 1:].flatten()
+
+    def part(h: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model.lm_head(h).float(), g, reduction="sum")
+
+    parts = zip(hidden.split(chunk), goal.split(chunk), strict=True)
+    return sum(torch.utils.checkpoint.checkpoint(part, h, g, use_reentrant=False) for h, g in parts) / goal.numel()
+
+
+def whole_loss(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The same in one piece, as torch.compile likes it."""
+    hidden = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def heldout_loss(model: torch.nn.Module, stream: np.ndarray, length: int, blocks: int) -> float:
+    model.eval()
+    ids = torch.from_numpy(stream[: blocks * length].astype(np.int64)).view(blocks, length)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = float(np.mean([loss_of(model, row[None]).item() for row in ids]))
+    model.train()
+    return value
+
+
+def save_atomically(state: dict, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def pretrain_stage(args: argparse.Namespace) -> None:
+    """Train (or go on training) the target: --minutes at 1,024 tokens, then --long-minutes at 4,096.
+
+    The learning rate warms up to --lr, falls linearly in time to a fifth, and to zero in the long phase.
+    Long blocks come from novels and chats in equal parts, so that chatting is not forgotten.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    streams = {n: np.fromfile(args.tokens / f"{n}.bin", np.uint16) for n in ("chat", "text", "heldout")}
+    config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0})
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32) if args.init == "model" else LlamaForCausalLM(config)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    state_path, log = args.output / "state.pt", (args.output / "log.jsonl").open("a")
+    step = tokens = 0
+    spent = 0.0  # seconds of training; a pause counts as nothing
+    if state_path.exists():
+        state = torch.load(state_path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimiser.load_state_dict(state["optimiser"])
+        step, tokens, spent = state["step"], state["tokens"], state["spent"]
+    total, short = 60 * (args.minutes + args.long_minutes), 60 * args.minutes
+    sources = {
+        (1024, "chat"): Blocks(streams["chat"], 1025, args.seed + step), (1024, "text"): Blocks(streams["text"], 1025, args.seed + step),
+        (4096, "chat"): Blocks(streams["chat"], 4097, args.seed + step), (4096, "text"): Blocks(streams["text"], 4097, args.seed + step),
+    }  # fmt: skip
+    picks = np.random.default_rng(args.seed + step)
+
+    def report(**values: object) -> None:
+        print(json.dumps(values), file=log, flush=True)
+        print(values, flush=True)
+
+    def checkpoint() -> None:
+        save_atomically(dict(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step, tokens=tokens, spent=spent), state_path)
+
+    model.train()
+    train_loss = torch.compile(whole_loss) if args.compile else loss_of
+    last_save = time.monotonic()
+    while spent < total:
+        began = time.monotonic()
+        length = 1024 if spent < short else 4096
+        falling = 1 - 0.8 * spent / short if spent < short else 0.2 * (total - spent) / (total - short)
+        lr = args.lr * falling * min(1.0, (step + 1) / args.warmup)
+        for group in optimiser.param_groups:
+            group["lr"] = lr
+        share = 0.25 if length == 1024 else 0.5
+        rows = [sources[length, "text" if picks.random() < share else "chat"].take() for _ in range(args.batch_tokens // length)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = train_loss(model, torch.from_numpy(np.stack(rows)))
+        loss.backward()
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"loss is {loss.item()} at step {step}; the last good state is in {state_path}")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        step, tokens = step + 1, tokens + args.batch_tokens
+        seconds = time.monotonic() - began
+        spent += min(seconds, 60.0)
+        if step % 10 == 0:
+            report(step=step, minutes=round(spent / 60, 1), loss=round(loss.item(), 3), lr=round(lr, 6), tokens=tokens,
+                   tokens_per_s=round(args.batch_tokens / seconds), length=length)  # fmt: skip
+        if step % 100 == 0:
+            report(step=step, heldout_1024=round(heldout_loss(model, streams["heldout"], 1025, 16), 4))
+        if time.monotonic() - last_save > 300:
+            checkpoint()
+            last_save = time.monotonic()
+    checkpoint()
+    report(step=step, tokens=tokens, heldout_1024=round(heldout_loss(model, streams["heldout"], 1025, 16), 4))
+    model.to(torch.bfloat16).save_pretrained(args.output / "model")
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.output / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stages = parser.add_subparsers(required=True)
+
+    def stage(name: str, run: object, *options: tuple) -> None:
+        sub = stages.add_parser(name)
+        sub.set_defaults(run=run)
+        sub.add_argument("--seed", type=int, default=0)
+        for flag, settings in options:
+            sub.add_argument(flag, **settings)
+
+    model, output = ("--model", dict(type=Path)), ("--output", dict(type=Path, required=True))
+    data = (("--chat", dict(type=Path, nargs="+", default=[])), ("--text", dict(type=Path, nargs="+", default=[])))
+    stage("tokenizer", tokenizer_stage, output, *data)
+    stage("tokens", tokens_stage, model, output, *data)
+    stage(
+        "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),
+        ("--init", dict(choices=["random", "model"], default="random")), ("--minutes", dict(type=float, default=75)),
+        ("--long-minutes", dict(type=float, default=15)), ("--lr", dict(type=float, default=2e-3)), ("--warmup", dict(type=int, default=60)),
+        ("--batch-tokens", dict(type=int, default=8192)), ("--threads", dict(type=int, default=os.cpu_count())),
+        ("--compile", dict(action="store_true")),
+    )  # fmt: skip
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

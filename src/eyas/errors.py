@@ -1,0 +1,49 @@
+"""The exceptions of eyas.
+
+    EyasError (ValueError)     a mistake of the user's: one clear line that says what is wrong and what to do; exit status 2
+    |-- OptionError            an option that does not exist or has an impossible value
+    |-- InputError             a prompt, message, data line or file that cannot be used
+    |-- FitError               a request that does not fit the context or the memory
+    |-- ModelError             a target that cannot be served, with the reason
+    |-- CheckpointError        a draft head that cannot be loaded, with the names and shapes that differ
+
+A fault of ours is an AssertionError or anything else that escapes: exit status 1, with its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["CheckpointError", "EyasError", "FitError", "InputError", "ModelError", "OptionError", "near"]
+
+
+class EyasError(ValueError):
+    """A mistake of the user's. The message is one line and complete in itself."""
+
+
+class OptionError(EyasError):
+    """An option that does not exist or has an impossible value."""
+
+
+class InputError(EyasError):
+    """A prompt, message, data line or file that cannot be used."""
+
+
+class FitError(EyasError):
+    """A request that does not fit the context or the memory."""
+
+
+class ModelError(EyasError):
+    """A target model that cannot be served, with the reason."""
+
+
+class CheckpointError(EyasError):
+    """A draft head that cannot be loaded, with the names and shapes that differ."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the near ones, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,34 @@
+"""One file = one method. What is here is found, not listed: `eagle1.py` is the method `eagle1`.
+
+A method file defines one subclass of `Drafter` named `Method`. A method of a user's own is named by its dotted path: `mypackage.mymodule`.
+Files that begin with an underscore are shared tools. This module knows no method by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from eyas.drafters._base import Batch, Drafter, DraftSession, Roots
+from eyas.errors import OptionError, near
+
+__all__ = ["Batch", "DraftSession", "Drafter", "Roots", "find", "names"]
+
+
+def names() -> list[str]:
+    """All methods that stand in this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
+
+
+def find(name: str) -> type[Drafter]:
+    """The method of that name, or at that dotted path; OptionError with the near names otherwise."""
+    if "." not in name and name not in names():
+        raise OptionError(f"unknown method {name!r}; {near(name, names())}")
+    try:
+        module = importlib.import_module(name if "." in name else f"{__name__}.{name}")
+        method = module.Method
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
+    assert issubclass(method, Drafter)
+    return method

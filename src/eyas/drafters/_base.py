@@ -1,0 +1,159 @@
+"""The whole extension point: what a method must be able to do.
+
+A `Drafter` is a method with its weights and options, for one target; it never changes while it decodes. `Drafter.open(rows)` makes a
+`DraftSession`, which holds the state of the rows (caches, pending features) and is what the loop talks to:
+
+    begin(row) -> prefill(row, ...) per chunk -> [ draft(roots) -> commit(draft, verdict, seen) ]* -> end(row)
+
+This module knows no method, no tree policy and no training loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from eyas.checkpoints import Weights
+from eyas.errors import OptionError, near
+from eyas.sampling import Noise, Sampling
+from eyas.tree import Draft, Seen, Verdict
+
+if TYPE_CHECKING:
+    from eyas.target import Target
+
+__all__ = ["Batch", "DraftSession", "Drafter", "NoOptions", "Roots", "options_from"]
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where each row stands when a cycle begins."""
+
+    tokens_B: Tensor  # int64; the newest token, emitted, not yet in any cache (0 in empty rows)
+    position_B: Tensor  # int64; its absolute position = committed tokens of the row
+    active_B: Tensor  # bool; False = an empty row, whatever stands in it is ignored
+    sampling: tuple[Sampling, ...]  # each row's own; greedy in empty rows
+    noise: Noise
+    history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a training step sees: R sequences, right-padded to T tokens, with the frozen target's features."""
+
+    tokens_RT: Tensor  # int64
+    features_RTF: Tensor  # the layers in `Drafter.wants`, side by side; F as there
+    counted_RT: Tensor  # bool; True where token t is one whose prediction counts (an assistant's token); False on padding
+
+
+class DraftSession(ABC):
+    """The state of B rows. Rows join and leave between cycles."""
+
+    def keep(self, row: int, length: int) -> int:
+        """Cut the row back to at most `length` tokens and say how many it still knows; their features will be offered from there on."""
+        self.end(row)
+        return 0
+
+    def begin(self, row: int) -> None:
+        """The row starts empty."""
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token."""
+
+    @abstractmethod
+    def draft(self, roots: Roots) -> Draft:
+        """Propose a tree for every row; shapes may not depend on the values."""
+
+    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+        """Learn what was accepted; tokens and features of other nodes are forgotten."""
+
+    def end(self, row: int) -> None:
+        """The row is empty again."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A method without options."""
+
+
+class Drafter(ABC):
+    """A method with its weights and options, for one target.
+
+    Attributes:
+        Options: frozen dataclass (fields may be frozen dataclasses themselves, flags then read `--tree.nodes`); its fields are the flags.
+        wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
+        needs_weights: whether it has a net that must be loaded.
+        trainable: whether `loss` is there.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    summary: ClassVar[str] = ""  # one line for `eyas methods`
+    needs_weights: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
+    wants: tuple[int, ...] = ()
+    net: nn.Module | None = None
+
+    def __init__(self, target: Target, options: Any = None) -> None:
+        self.target, self.options = target, self.Options() if options is None else options
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:
+        """The method with these weights; CheckpointError when they do not fit the target."""
+        return cls(target, options)
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
+        """The method with random weights: for tests, for training from scratch, and as a deliberately useless head."""
+        return cls(target, options)
+
+    @abstractmethod
+    def open(self, rows: int) -> DraftSession:
+        """State for that many rows."""
+
+    def weights(self) -> Weights:
+        """What a checkpoint holds."""
+        raise NotImplementedError(f"{type(self).__module__} has no weights to save")
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, dict[str, float]]:
+        """The training loss (a scalar with gradient, averaged over the counted tokens) and what to log beside it."""
+        raise NotImplementedError(f"{type(self).__module__} cannot be trained")
+
+    def describe(self) -> dict[str, Any]:
+        """The tree, for `--json`."""
+        return {}
+
+
+def options_from(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
+
+    Unknown names are an OptionError with the near ones.
+    """
+    defaults = kind()
+    groups: dict[str, dict[str, Any]] = {}
+    known = {f.name: f for f in fields(kind)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
+            raise OptionError(f"unknown option {prefix + name!r}; {near(prefix + name, flags(kind, prefix))}")
+        if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
+            if not rest and not isinstance(value, Mapping):
+                raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(flags(type(getattr(defaults, head)), name + '.'))}")
+            groups.setdefault(head, {}).update({rest: value} if rest else value)
+        else:
+            changes[head] = value
+    for head, inner in groups.items():
+        changes[head] = options_from(type(getattr(defaults, head)), inner, prefix + head + ".")
+    return replace(defaults, **changes)
+
+
+def flags(kind: type, prefix: str = "") -> dict[str, Any]:
+    """All dotted option names of a dataclass with their default values."""
+    found: dict[str, Any] = {}
+    for name, value in ((f.name, getattr(kind(), f.name)) for f in fields(kind)):
+        found.update(flags(type(value), f"{prefix}{name}.") if is_dataclass(value) else {prefix + name: value})
+    return found

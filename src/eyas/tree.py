@@ -1,0 +1,137 @@
+"""Everything drafted is a tree: its shape, and the records that travel around the loop.
+
+    prompt -> prefill -> [draft -> verify -> commit]* -> tokens
+                          Draft    Verdict
+                               Seen
+
+A tree is its `parents`; depth, ancestor mask and paths derive from it. Node 0 is the root: the newest token, already emitted and not yet
+in the target's cache. This example holds two candidates for the next token and three for the one after:
+
+    node      0   1  2  3  4  5            mask (row attends to column)
+    parent   -1   0  0  1  1  2                0 1 2 3 4 5
+    depth     0   1  1  2  2  2             0  x
+                                            1  x x
+        0 --- 1 --- 3                       2  x   x
+          |     |-- 4                       3  x x   x
+          |---- 2 --- 5                     4  x x     x
+                                            5  x   x     x
+
+Letters: B rows, N nodes, P nodes on the longest path (max depth + 1), V vocabulary, F feature width.
+This module knows no model, no method and no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.errors import OptionError
+
+__all__ = ["Choices", "Draft", "Seen", "Tree", "Verdict", "chain_choices", "check_choices"]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """`B` trees of `N` nodes each, with fixed shapes.
+
+    Built with `Tree.build`; a parent comes before its children.
+    """
+
+    parents_BN: Tensor  # int64; -1 for the root, node 0
+    candidate_BN: Tensor  # bool; False = forwarded but never accepted (scout, padding); the root is True
+    depth_BN: Tensor  # int64; 0 for the root
+    mask_BNN: Tensor  # bool; [b, n, m] = m is n or an ancestor of n
+    max_depth: int  # no node lies deeper
+
+    @classmethod
+    def build(cls, parents_BN: Tensor, max_depth: int, candidate_BN: Tensor | None = None) -> Tree:
+        """Derive depth and mask from parents.
+
+        Args:
+            parents_BN: int64, -1 in column 0 and nowhere else, each parent before its children.
+            max_depth: an upper bound of the depth of the nodes; fixes the shapes without looking at the values.
+            candidate_BN: which nodes may be accepted; all by default. A child of a node that is no candidate is none either.
+        """
+        B, N = parents_BN.shape
+        mask_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
+        ancestor_BN = parents_BN
+        for _ in range(max_depth):
+            reached_BNN = torch.arange(N, device=parents_BN.device) == ancestor_BN[..., None]
+            mask_BNN = mask_BNN | reached_BNN
+            ancestor_BN = torch.where(ancestor_BN < 0, -1, parents_BN.gather(1, ancestor_BN.clamp(min=0)))
+        if candidate_BN is None:
+            candidate_BN = torch.ones_like(parents_BN, dtype=torch.bool)
+        return cls(parents_BN, candidate_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth)
+
+    @classmethod
+    def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
+        """0 - 1 - 2 - ... : the tree of a drafter that proposes one continuation; one node is vanilla decoding."""
+        parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
+        return cls.build(parents_BN, nodes - 1)
+
+    @property
+    def rows(self) -> int:
+        return self.parents_BN.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        return self.parents_BN.shape[1]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter proposes."""
+
+    tree: Tree
+    tokens_BN: Tensor  # int64; column 0 = the root
+    score_BN: Tensor | None = None  # float32; log q of the node given its parent (0 at the root); None: the drafter has no q
+    q_BNV: Tensor | None = None  # float32; the processed law AT node n from which its candidate children were drawn without
+    # replacement, in node order; None: children were chosen, not drawn
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the target saw at every node."""
+
+    logits_BNV: Tensor
+    features_BNF: Tensor  # the layers that the drafter wants, side by side
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The accepted path and the token after it."""
+
+    path_BP: Tensor  # int64; node numbers, starts with node 0; -1 past the end
+    tokens_BP: Tensor  # int64; the tokens of those nodes; past the end: 0
+    length_B: Tensor  # int64; nodes on the path, the root counted: >= 1
+    bonus_B: Tensor  # int64; the token after the path: the next root
+
+
+Choices = tuple[tuple[int, ...], ...]  # a static tree: each node's path, as ranks among its parent's children
+
+
+def chain_choices(depth: int) -> Choices:
+    """The static tree that is a chain of `depth` draft tokens."""
+    return tuple((0,) * d for d in range(1, depth + 1))
+
+
+def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
+    """Sort the paths of a static tree by depth, then rank; OptionError when they are no tree.
+
+    A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,), (0, 0), ...
+    """
+    paths = sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c))
+    known = set(paths)
+    for path in paths:
+        if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
+            raise OptionError(f"tree choices: {list(path)} is not a list of ranks (whole numbers from 0)")
+        if len(path) > 1 and path[:-1] not in known:
+            raise OptionError(f"tree choices: {list(path)} has no parent; add {list(path[:-1])}")
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+            raise OptionError(f"tree choices: {list(path)} has no elder sibling; add {[*path[:-1], path[-1] - 1]}")
+    if not paths:
+        raise OptionError("tree choices: the tree is empty; give at least [0]")
+    return tuple(paths)

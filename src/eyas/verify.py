@@ -1,0 +1,135 @@
+"""Verification: (Draft, p, noise) -> Verdict. Pure; knows no model.
+
+Chosen trees (`draft.q_BNV` is None). One token is drawn at every node from the target's law, and the path follows the children as long as
+the drawn token is one of them; the first drawn token that is no child is the bonus. For distinct siblings this is what recursive rejection
+with point masses does (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise): the same acceptance, the same law, no loop
+over siblings. With argmax for the draw it is greedy verification.
+
+Drawn trees (`draft.q_BNV` given). At a node with law p, whose children were drawn without replacement from q, in node order (SpecInfer;
+Leviathan et al. 2023; EAGLE-1, section 4.3):
+
+    for each child x:  accept it with min(1, p(x) / q(x));
+                       on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
+    no child accepted: the bonus is drawn from what is left of p
+
+Rows that are greedy have nothing to accept by chance: they are verified as chosen, in either case.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eyas.sampling import Noise
+from eyas.tree import Draft, Tree, Verdict
+
+__all__ = ["verify"]
+
+
+def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
+    """Accept the longest path that the target itself would have taken.
+
+    Args:
+        scores_BNV: float32; softmax over V is the target's law at each node, as `sampling.process` left it.
+        position_B: int64; absolute position of the root; a child of a node at depth d is drawn with the noise of position + d + 1.
+        noise: the rows' random numbers.
+    """
+    tree = draft.tree
+    torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")  # type: ignore[no-untyped-call]
+    draw_BN = _draw(tree, scores_BNV, position_B, noise)
+    accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)
+    if draft.q_BNV is not None:
+        drawn_accepted_BN, drawn_bonus_B = _reject(draft, draft.q_BNV, scores_BNV, position_B, noise)
+        accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, drawn_accepted_BN)
+        bonus_B = torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)
+    return _verdict(tree, draft.tokens_BN, accepted_BN, bonus_B)
+
+
+def _twins(tree: Tree, tokens_BN: Tensor) -> Tensor:
+    """bool [B, N, N]: two candidates with one parent and one token."""
+    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
+    both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
+    return (same_BNN & both_BNN).triu(1)
+
+
+def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Tensor:
+    """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position."""
+    position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
+    if noise.all_greedy:
+        return scores_BNV.argmax(-1)
+    logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
+    gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
+    depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
+    return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1)
+
+
+def _follow(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """A node is accepted when it and all its ancestors are what their parents drew."""
+    hit_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
+    hit_BN = hit_BN | (tree.parents_BN < 0)
+    accepted_BN = (hit_BN[:, None] | ~tree.mask_BNN).all(-1)
+    last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+    return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
+
+
+def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Recursive rejection, node by node down the accepted path, child by child in draw order; all rows at once."""
+    tree, rows = draft.tree, torch.arange(draft.tree.rows, device=scores_BNV.device)
+    node_B, accepted_BN = torch.zeros_like(position_B), tree.parents_BN < 0
+    ended_B = torch.zeros_like(noise.greedy_B)
+    final_BV = torch.zeros_like(scores_BNV[:, 0])
+    bonus_position_B = position_B + 1
+    for _ in range(tree.max_depth + 1):
+        p_BV, q_BV = scores_BNV[rows, node_B].softmax(-1), q_BNV[rows, node_B]
+        next_B, descended_B = node_B, ended_B
+        for sibling, child_B, exists_B in _children(tree, node_B):
+            token_B = draft.tokens_BN[rows, child_B]
+            chance_B = p_BV[rows, token_B] / q_BV[rows, token_B]
+            tested_B = exists_B & ~descended_B & (q_BV[rows, token_B] > 0)
+            taken_B = tested_B & noise.accepts(chance_B, bonus_position_B, sibling)
+            refused_B = (tested_B & ~taken_B)[:, None]
+            p_BV = torch.where(refused_B, _residual(p_BV, q_BV), p_BV)
+            q_BV = torch.where(refused_B, _without(q_BV, token_B), q_BV)
+            next_B, descended_B = torch.where(taken_B, child_B, next_B), descended_B | taken_B
+        newly_B = ~ended_B & (next_B == node_B)
+        final_BV = torch.where(newly_B[:, None], p_BV, final_BV)
+        ended_B = ended_B | newly_B
+        bonus_position_B = torch.where(ended_B, bonus_position_B, bonus_position_B + 1)
+        node_B = torch.where(ended_B, node_B, next_B)
+        accepted_BN = accepted_BN.scatter(1, node_B[:, None], True)
+    gumbel_BV = noise.gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0]
+    return accepted_BN, (final_BV.log() + gumbel_BV).argmax(-1)
+
+
+def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """(sibling number, child node [B], whether it exists [B]) in node order, for as many siblings as any node here has."""
+    child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
+    rank_BN = child_BN.cumsum(-1)
+    most = int(rank_BN[:, -1].max())
+    found = ((child_BN & (rank_BN == k + 1)) for k in range(most))
+    return [(k, here_BN.int().argmax(-1), here_BN.any(-1)) for k, here_BN in enumerate(found)]
+
+
+def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """norm(max(0, p - q)); where rounding leaves no mass, p itself."""
+    rest_BV = (p_BV - q_BV).clamp(min=0)
+    mass_B1 = rest_BV.sum(-1, keepdim=True)
+    return torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)
+
+
+def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
+    """norm(q without the token); zero everywhere when nothing is left, so that no later sibling is a candidate."""
+    rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
+    mass_B1 = rest_BV.sum(-1, keepdim=True)
+    return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)
+
+
+def _verdict(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
+    """The accepted nodes, one per depth, in order."""
+    depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
+    on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
+    length_B = accepted_BN.sum(-1)
+    path_BP = torch.where(depth_P < length_B[:, None], on_path_BPN.int().argmax(-1), -1)
+    tokens_BP = torch.where(path_BP >= 0, tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
+    return Verdict(path_BP, tokens_BP, length_B, bonus_B)

@@ -14,7 +14,7 @@ Letters: B rows, N nodes, V vocabulary, K siblings. This module knows no tree an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,9 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def process(logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None) -> Tensor:
+def process(
+    logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None, custom: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Scores [N, V] in float32 whose softmax is the law that `sampling` makes of these logits; dropped tokens are -inf.
 
     Greedy rows keep their (penalised) logits: the token is their argmax, and no rounding can move it.
@@ -82,6 +84,7 @@ def process(logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None
     Args:
         logits_NV: raw logits of any float dtype.
         seen_NV: bool, True where a token already stands in that node's own prefix; needed for a repetition penalty only.
+        custom: further processors [N, V] -> [N, V]; run after the penalty and before the temperature, as generate does.
     """
     scores_NV = logits_NV.float()
     if sampling.repetition_penalty != 1.0:
@@ -89,6 +92,8 @@ def process(logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None
         penalty = sampling.repetition_penalty
         penalised_NV = torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty)
         scores_NV = torch.where(seen_NV, penalised_NV, scores_NV)
+    if custom is not None:
+        scores_NV = custom(scores_NV)
     if sampling.greedy:
         return scores_NV
     scores_NV = scores_NV / sampling.temperature

@@ -72,6 +72,13 @@ class Tree:
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
+    def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
+        """bool [B, N, V]: which tokens stand in each node's own prefix: the row's history, its ancestors and itself."""
+        seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
+        b, n, ancestor = self.mask_BNN.nonzero(as_tuple=True)
+        seen_BNV[b, n, tokens_BN[b, ancestor]] = True
+        return seen_BNV
+
     @property
     def rows(self) -> int:
         return self.parents_BN.shape[0]

@@ -38,6 +38,7 @@ class Roots:
     active_B: Tensor  # bool; False = an empty row, whatever stands in it is ignored
     sampling: tuple[Sampling, ...]  # each row's own; greedy in empty rows
     noise: Noise
+    longest: int  # the largest position, known to the host
     history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
 
 

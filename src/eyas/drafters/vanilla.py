@@ -9,6 +9,9 @@ __all__ = ["Method"]
 
 
 class Session(DraftSession):
+    def keep(self, row: int, length: int) -> int:
+        return length
+
     def draft(self, roots: Roots) -> Draft:
         return Draft(Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device), roots.tokens_B[:, None])
 

@@ -1,0 +1,137 @@
+"""Preallocated keys and values with per-row commit.
+
+A row's slots: its committed tokens first, then the nodes being verified (or drafted). Slot s of the committed part holds position s;
+a node at depth d has position length + d, whatever slot it stands in.
+
+    slot      0 1 2 3 4 | 5 6 7 8 9
+    row 0     c c c c c | n n n n n        5 committed, 5 nodes
+    row 1     c c c n n   n n n            3 committed, nodes right behind
+
+`KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update` once
+a layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows are a matter of masks, not of storage.
+Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward, E layers x {key, value}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+__all__ = ["KVCache", "Layout", "layout_of", "slot_mask", "slot_positions"]
+
+Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
+
+BUCKET = 256  # slots are allocated in powers of two times this
+
+
+def layout_of(cache: DynamicCache) -> Layout:
+    """The layout that a model's own forward left in a DynamicCache."""
+    return tuple(
+        (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]) if layer.is_initialized else None for layer in cache.layers
+    )
+
+
+class KVCache(Cache):
+    """Keys and values of B rows in one tensor [E, B, H, S, width] (one for each shape, where layers differ)."""
+
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.rows, self.dtype, self.device = rows, dtype, device
+        self.slots = 0
+        self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> ((shape, entry) of keys, (shape, entry) of values)
+        self._count: dict[tuple[int, int], int] = {}
+        for layer, shape in enumerate(layout):
+            if shape is not None:
+                heads, *widths = shape
+                self._place[layer] = tuple(((heads, width), self._next((heads, width))) for width in widths)
+        self._stores: dict[tuple[int, int], Tensor] = {}
+        self._row_R1 = torch.zeros(1, 1, dtype=torch.long)
+        self._slot_RN = self._row_R1
+        self._span, self._width = slice(0, 0), 0
+
+    def _next(self, shape: tuple[int, int]) -> int:
+        self._count[shape] = self._count.get(shape, 0) + 1
+        return self._count[shape] - 1
+
+    def reserve(self, slots: int) -> None:
+        """Grow to hold that many slots a row; what is stored stays."""
+        if slots <= self.slots:
+            return
+        size = BUCKET
+        while size < slots:
+            size *= 2
+        for (heads, width), entries in self._count.items():
+            store = torch.zeros(entries, self.rows, heads, size, width, dtype=self.dtype, device=self.device)
+            if (old := self._stores.get((heads, width))) is not None:
+                store[..., : self.slots, :] = old
+            self._stores[heads, width] = store
+        self.slots = size
+
+    def at(self, span: slice, slot_RN: Tensor, width: int) -> None:
+        """The next forward concerns the rows of `span`, writes node n of row r to slot_RN[r, n], and attends to slots below `width`."""
+        self.reserve(width)
+        self._span, self._slot_RN, self._width = span, slot_RN, width
+        self._row_R1 = torch.arange(slot_RN.shape[0], device=self.device)[:, None]
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
+        views = []
+        for states, (shape, entry) in zip((key_states, value_states), self._place[layer_idx], strict=True):
+            view = self._stores[shape][entry, self._span]
+            view[self._row_R1, :, self._slot_RN] = states.transpose(1, 2)
+            views.append(view[:, :, : self._width])
+        return views[0], views[1]
+
+    def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
+        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones."""
+        row_B1 = torch.arange(self.rows, device=self.device)[:, None]
+        goal_BP = length_B[:, None] + torch.arange(path_BP.shape[1], device=self.device)
+        source_BP = torch.where(path_BP >= 0, length_B[:, None] + path_BP, goal_BP)
+        for store in self._stores.values():
+            store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are always given; nothing may be derived from a common length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._width, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:  # type: ignore[override]
+        return [False] * (max(self._place, default=-1) + 1)
+
+    def __len__(self) -> int:
+        return max(self._place, default=-1) + 1
+
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores.values())
+
+
+def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
+    """bool [B, N, W]: every node sees the committed slots of its row, and of the T slots behind them those that `visible_BNT` names."""
+    relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
+    T = visible_BNT.shape[-1]
+    index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)
+    inside_BW = (relative_BW >= 0) & (relative_BW < T)
+    return (relative_BW < 0)[:, None] | (inside_BW[:, None] & visible_BNT.gather(-1, index_BNW))
+
+
+def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
+    """int64 [B, W]: the position held by each slot."""
+    slot_W = torch.arange(width, device=length_B.device)
+    relative_BW = (slot_W - length_B[:, None]).clamp(0, depth_BT.shape[1] - 1)
+    return torch.where(slot_W < length_B[:, None], slot_W, length_B[:, None] + depth_BT.gather(1, relative_BW))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences share from the start."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,301 @@
+"""The Decoder: add requests, step, until finished. Rows of any age share every cycle.
+
+    step = draft -> verify in one pass of the target -> commit -> emit
+
+`Step` records say what one cycle did for one row; generate, stream, metrics and views are folds over them.
+This module knows no method, no tokenizer and no model family.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eyas.cache import common_prefix
+from eyas.drafters import Drafter, Roots
+from eyas.errors import InputError, ModelError
+from eyas.sampling import Noise, Sampling, process
+from eyas.target import Target
+from eyas.tree import Draft, Tree, Verdict
+from eyas.verify import verify
+
+__all__ = ["Decoder", "Processor", "Request", "Step"]
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to answer it."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    eos: frozenset[int] = frozenset()
+    stop: Callable[[int], bool] | None = None  # told every new token in order; True = this one ends the text
+    processors: tuple[Processor, ...] = ()  # run once per node with that node's own prefix: slow
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one cycle did for one row."""
+
+    request: int  # what `add` returned
+    tokens: tuple[int, ...]  # emitted, cut at stop and length
+    accepted: int  # how many of them were drafted
+    prefill: bool  # the first token, which comes from the prompt's own pass
+    finish: str | None  # "stop" | "length" when this was the last step of the request
+    path: tuple[int, ...] = ()  # accepted nodes, root first, before cutting
+    draft: Draft | None = None  # the whole cycle's tree; this row is draft[row]
+    row: int = 0
+    seconds: float = 0.0  # of the whole cycle (all rows)
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, host clock
+
+
+@dataclass
+class _Row:
+    """A request in flight."""
+
+    ticket: int
+    request: Request
+    tokens: list[int]  # prompt and everything emitted; the last one is the root
+    history_V: Tensor | None  # bool, tokens in the row; only with a repetition penalty
+    finish: str | None = None
+
+    @property
+    def new(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+class Decoder:
+    """Decodes up to `rows` requests at a time; more wait in line.
+
+    Args:
+        reuse: keep what a finished row holds, and start the next prompt after the longest prefix that it shares with it (chat).
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False) -> None:
+        self.model, self.reuse = target, reuse
+        self.target = target.open(rows, drafter.wants)
+        self.drafter = drafter.open(rows)
+        self.waiting: deque[tuple[int, Request]] = deque()
+        self.rows: list[_Row | None] = [None] * rows
+        self.left: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values an empty row still holds
+        self._tickets = 0
+
+    @property
+    def finished(self) -> bool:
+        return not self.waiting and not any(self.rows)
+
+    def add(self, request: Request) -> int:
+        """Line up a request; returns its number. A request that cannot be served is refused here, before anything runs."""
+        bad = [t for t in request.prompt if not 0 <= t < self.model.vocab_size]
+        if not request.prompt:
+            raise InputError("the prompt is empty: give at least one token")
+        if bad:
+            raise InputError(f"token id {bad[0]} is outside the target's vocabulary of {self.model.vocab_size} (0..{self.model.vocab_size - 1})")
+        if request.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
+        self.target.check_fit(len(request.prompt), request.max_new_tokens)
+        self._tickets += 1
+        self.waiting.append((self._tickets, request))
+        return self._tickets
+
+    @torch.inference_mode()
+    def cancel(self, ticket: int) -> None:
+        """Forget a request, waiting or in flight."""
+        self.waiting = deque(w for w in self.waiting if w[0] != ticket)
+        for b, row in enumerate(self.rows):
+            if row is not None and row.ticket == ticket:
+                self._leave(b)
+
+    @torch.inference_mode()
+    def step(self) -> list[Step]:
+        """One cycle for every row in flight, after waiting requests have taken the empty rows."""
+        steps = self._join()
+        if not any(self.rows):
+            return steps
+        clock = _Clock()
+        roots = self._roots()
+        draft = self.drafter.draft(roots)
+        clock.lap("draft")
+        seen = self.target.forward(draft.tokens_BN, draft.tree)
+        clock.lap("target")
+        scores_BNV = self._process(seen.logits_BNV, draft, roots)
+        verdict = verify(draft, scores_BNV, roots.position_B, roots.noise)
+        clock.lap("verify")
+        self.target.commit(verdict, roots.active_B)
+        self.drafter.commit(draft, verdict, seen)
+        clock.lap("commit")
+        return steps + self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock)
+
+    def _join(self) -> list[Step]:
+        """Waiting requests enter empty rows: prefill, and the first token."""
+        steps = []
+        while self.waiting and None in self.rows:
+            ticket, request = self.waiting.popleft()
+            clock, b = _Clock(), self._best_row(request.prompt)
+            scores_1V = process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))
+            root = Draft(Tree.chain(1, 1, scores_1V.device), torch.tensor([[request.prompt[-1]]], device=scores_1V.device))
+            position_B = torch.tensor([len(request.prompt) - 1], device=scores_1V.device)
+            verdict = verify(root, scores_1V[None], position_B, Noise.of([request.sampling], scores_1V.device))
+            self._check_nan(bool(torch.isnan(scores_1V).any()), request.prompt)
+            row = _Row(ticket, request, list(request.prompt), self._history(request))
+            self.rows[b] = row
+            steps.append(self._give(b, [int(verdict.bonus_B)], 0, clock, prefill=True))
+        return steps
+
+    def _best_row(self, prompt: Sequence[int]) -> int:
+        empty = [b for b, row in enumerate(self.rows) if row is None]
+        return max(empty, key=lambda b: common_prefix(self.left[b], prompt))
+
+    def _prefill(self, b: int, prompt: Sequence[int]) -> Tensor:
+        """Target and drafter read the prompt, from where the row's leftovers end; returns the logits [V] of its last token."""
+        shared = min(common_prefix(self.left[b], prompt), self.target.lengths[b], len(prompt) - 1)
+        kept = self.drafter.keep(b, shared) if shared else 0
+        if not kept:
+            self.drafter.begin(b)
+        self.target.keep(b, kept)
+        self.left[b] = []
+        return self.target.prefill(b, prompt[kept:], lambda tokens_T, features_TF, at: self.drafter.prefill(b, tokens_T, features_TF, at))
+
+    def _first_context(self, request: Request) -> tuple[Tensor | None, Callable[[Tensor], Tensor] | None]:
+        history_V = self._history(request)
+        return None if history_V is None else history_V[None], _custom(request, [list(request.prompt)])
+
+    def _history(self, request: Request) -> Tensor | None:
+        if request.sampling.repetition_penalty == 1.0:
+            return None
+        history_V = torch.zeros(self.model.vocab_size, dtype=torch.bool, device=self.model.device)
+        history_V[list(request.prompt)] = True
+        return history_V
+
+    def _roots(self) -> Roots:
+        device, rows = self.model.device, self.rows
+        sampling = tuple(row.request.sampling if row else Sampling() for row in rows)
+        history = None
+        if any(row is not None and row.history_V is not None for row in rows):
+            blank_V = torch.zeros(self.model.vocab_size, dtype=torch.bool, device=device)
+            history = torch.stack([blank_V if row is None or row.history_V is None else row.history_V for row in rows])
+        return Roots(
+            tokens_B=torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device),
+            position_B=self.target.length_B,
+            active_B=torch.tensor([row is not None for row in rows], device=device),
+            sampling=sampling,
+            noise=Noise.of(sampling, device),
+            longest=max(self.target.lengths),
+            history_BV=history,
+        )
+
+    def _process(self, logits_BNV: Tensor, draft: Draft, roots: Roots) -> Tensor:
+        """Each row's own Sampling, once per node, with that node's own prefix where something depends on it."""
+        seen_BNV = None
+        if roots.history_BV is not None:
+            seen_BNV = draft.tree.seen(draft.tokens_BN, roots.history_BV)
+        rows = []
+        for b, row in enumerate(self.rows):
+            custom = None
+            if row is not None and row.request.processors:
+                custom = _custom(row.request, _prefixes(row.tokens, draft, b))
+            rows.append(process(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
+        return torch.stack(rows)
+
+    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: _Clock) -> list[Step]:
+        """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
+        columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
+        host, P = torch.cat(columns, 1).tolist(), verdict.path_BP.shape[1]
+        steps, lengths = [], list(self.target.lengths)
+        for b, (length, bonus, bad, *rest) in enumerate(host):
+            if self.rows[b] is not None:
+                lengths[b] += length
+        self.target.settle(lengths)
+        for b, (length, bonus, bad, *rest) in enumerate(host):
+            row = self.rows[b]
+            if row is not None:
+                self._check_nan(bool(bad), row.tokens)
+                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=tuple(rest[P : P + length]), draft=draft))
+        return steps
+
+    def _give(
+        self, b: int, tokens: list[int], drafted: int, clock: _Clock, prefill: bool = False, path: tuple[int, ...] = (), draft: Draft | None = None
+    ) -> Step:
+        """Hand tokens to a row until something ends it."""
+        row = self.rows[b]
+        assert row is not None
+        given = 0
+        for token in tokens:
+            row.tokens.append(token)
+            given += 1
+            if row.history_V is not None:
+                row.history_V[token] = True
+            stopped = token in row.request.eos or (row.request.stop is not None and row.request.stop(token))
+            row.finish = "stop" if stopped else "length" if row.new >= row.request.max_new_tokens else None
+            if row.finish:
+                break
+        if row.finish:
+            self._leave(b)
+        return Step(
+            row.ticket, tuple(tokens[:given]), min(given, drafted), prefill, row.finish, path, draft, b, clock.total(), dict(clock.parts)
+        )
+
+    def _leave(self, b: int) -> None:
+        """The row is empty; with `reuse`, what it holds may serve the next prompt."""
+        row = self.rows[b]
+        assert row is not None
+        self.rows[b] = None
+        if self.reuse:
+            self.left[b] = row.tokens
+        else:
+            self.drafter.end(b)
+            self.target.keep(b, 0)
+
+    def _check_nan(self, bad: bool, tokens: Sequence[int]) -> None:
+        if bad:
+            where = self.model.first_bad_layer(tokens)
+            raise ModelError(f"the target's logits are NaN ({where}): its weights or dtype ({self.model.dtype}) are broken; try --dtype float32")
+
+
+class _Clock:
+    """Seconds by stage, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.parts[name], self.last = now - self.last, now
+
+    def total(self) -> float:
+        return time.perf_counter() - self.began
+
+
+def _prefixes(tokens: list[int], draft: Draft, b: int) -> list[list[int]]:
+    """Each node's own prefix: the row's tokens (root last) and the node's ancestors and itself below the root."""
+    parents, drafted = draft.tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist()
+    paths: list[list[int]] = [list(tokens)]
+    for n in range(1, len(parents)):
+        paths.append([*paths[parents[n]], drafted[n]])
+    return paths
+
+
+def _custom(request: Request, prefixes: list[list[int]]) -> Callable[[Tensor], Tensor] | None:
+    """Hugging Face processors, node by node."""
+    if not request.processors:
+        return None
+
+    def run(scores_NV: Tensor) -> Tensor:
+        rows = []
+        for scores_V, ids in zip(scores_NV, prefixes, strict=True):
+            scores_1V, ids_1T = scores_V[None], torch.tensor([ids], device=scores_V.device)
+            for processor in request.processors:
+                scores_1V = processor(ids_1T, scores_1V)
+            rows.append(scores_1V[0])
+        return torch.stack(rows)
+
+    return run

@@ -1,0 +1,45 @@
+"""eagle2: EAGLE-2 (Li et al. 2024, arXiv 2406.16858): EAGLE-1's net, with a tree whose shape follows the draft's own confidence.
+
+The net's probabilities foretell acceptance well, so the most probable nodes are expanded, and of everything drafted the most probable are
+verified. The tree is chosen, not drawn: at any temperature the same tokens come out as by plain decoding with the same seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from eyas.drafters import eagle1
+from eyas.drafters._base import Roots
+from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.tree import Draft
+
+__all__ = ["Method"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of eagle2."""
+
+    tree: DynamicTree = field(default_factory=DynamicTree)
+
+
+class Method(eagle1.Method):
+    """EAGLE-1's net with a dynamic tree."""
+
+    Options: ClassVar[type] = Options
+    summary = "EAGLE-2: EAGLE-1's net, dynamic tree by confidence"
+
+    def plan(self) -> None:
+        pass  # every shape that the options allow can be grown
+
+    @property
+    def longest_path(self) -> int:
+        return 1 + int(self.options.tree.depth)
+
+    def grow(self, growth: Growth, roots: Roots) -> Draft:
+        return grow_dynamic(growth, roots, self.options.tree)
+
+    def describe(self) -> dict[str, Any]:
+        tree = self.options.tree
+        return {"kind": "dynamic", "nodes": tree.nodes, "depth": tree.depth, "branch": tree.branch}

@@ -1,0 +1,131 @@
+"""What draft nets are built from: LLaMA's parts, plainly.
+
+RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of the net.
+Letters: R rows, N nodes or tokens, D hidden, H heads, K key-value heads, h width of a head, W width of the cache.
+This module knows no method and no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.errors import CheckpointError
+
+__all__ = ["Attention", "DecoderLayer", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one decoder layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    qkv_bias: bool = False
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
+    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 stretches the slow ones as Llama 3.1 does."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+    frequency = shape.rope_theta**-exponent
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling.get("rope_type", scaling.get("type")) != "llama3":
+        raise CheckpointError(f"rope_scaling {dict(scaling)} of the draft head is not supported; known: llama3")
+    old = scaling["original_max_position_embeddings"]
+    turns = old * frequency / (2 * torch.pi)  # full turns within the original context
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = slow, stretched; 1 = fast, as it was
+    return frequency * (share + (1 - share) / scaling["factor"])
+
+
+def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
+    """Rotate the two halves of every head by position * frequency (Su et al. 2021, in LLaMA's layout of halves)."""
+    angle = position_RN[..., None, None].float() * frequency_h
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x_RNHh.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_RNHh.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. `in_size` differs from the hidden size where the input is a concatenation (EAGLE-3)."""
+
+    def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
+        super().__init__()
+        self.shape, size = shape, in_size or shape.hidden_size
+        self.q = nn.Linear(size, shape.num_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.k = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.v = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.o = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self._frequency: Tensor | None = None
+
+    def frequency(self, device: torch.device) -> Tensor:
+        """Kept beside the parameters, not among them: no cast of the module can touch it."""
+        if self._frequency is None or self._frequency.device != device:
+            self._frequency = rope_frequencies(self.shape, device)
+        return self._frequency
+
+    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor | None = None, cache: Any = None) -> Tensor:
+        """Causal over the N inputs without a cache; with one, over the slots that `mask_R1NW` (additive, or bool) allows."""
+        R, N, _ = x_RND.shape
+        frequency = self.frequency(x_RND.device)
+        q_RHNh = rope(self.q(x_RND).view(R, N, -1, self.shape.head_dim), position_RN, frequency).transpose(1, 2)
+        k_RKNh = rope(self.k(x_RND).view(R, N, -1, self.shape.head_dim), position_RN, frequency).transpose(1, 2)
+        v_RKNh = self.v(x_RND).view(R, N, -1, self.shape.head_dim).transpose(1, 2)
+        if cache is not None:
+            k_RKNh, v_RKNh = cache.update(k_RKNh, v_RKNh, 0)
+        grouped = self.shape.num_heads != self.shape.num_kv_heads
+        out_RHNh = F.scaled_dot_product_attention(
+            q_RHNh, k_RKNh, v_RKNh, attn_mask=mask_R1NW, is_causal=mask_R1NW is None, enable_gqa=grouped
+        )
+        return self.o(out_RHNh.transpose(1, 2).reshape(R, N, -1))  # type: ignore[no-any-return]
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """EAGLE-1's decoder layer: LLaMA's, without the norm before attention (the input is the output of `fc`)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(shape), SwiGLU(shape)
+        self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+
+    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor | None = None, cache: Any = None) -> Tensor:
+        x_RND = x_RND + self.attention(x_RND, position_RN, mask_R1NW, cache)
+        return x_RND + self.mlp(self.mlp_norm(x_RND))  # type: ignore[no-any-return]

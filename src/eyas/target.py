@@ -1,0 +1,253 @@
+"""The target: any unmodified Hugging Face causal language model, asked for whole trees.
+
+`Target` wraps the model and never changes: head, embedding, features of chosen layers. `TargetSession` holds B rows of keys and values:
+
+    prefill(row, tokens) -> logits of the last one           forward(tokens_BN, tree) -> Seen           commit(verdict)
+
+The model gets a 4-D mask, position_ids and our cache as past_key_values; nothing of it is patched. Features are read by hooks that exist
+only during the forward. This module knows no method and no sampling.
+
+Letters: B rows, N nodes, T tokens, F feature width, D hidden, V vocabulary, W width of the cache in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from eyas import families
+from eyas.cache import KVCache, layout_of, slot_mask, slot_positions
+from eyas.errors import FitError, ModelError, OptionError
+from eyas.tree import Seen, Tree, Verdict
+
+__all__ = ["Target", "TargetSession"]
+
+PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
+
+OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
+
+
+class Target:
+    """An unmodified model in eval mode, on one device.
+
+    Raises:
+        ModelError: the model cannot be served; the message names the family and the reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        self.model, self.name = model.eval(), name
+        self.family = families.describe(model)
+        self.device, self.dtype = model.device, model.dtype
+        self.vocab_size: int = self.family.head.weight.shape[0]  # type: ignore[assignment, index, union-attr]
+        self.hidden_size: int = self.family.embedding.weight.shape[1]  # type: ignore[assignment, index, union-attr]
+        self.num_layers = len(self.family.layers)
+        self.context = self.family.context
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.layout, self.head_is_exact = self._probe()
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
+        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator."""
+        place = torch.device(pick_device(device))
+        kind = pick_dtype(dtype, place)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"target {str(path)!r} cannot be loaded: {reason[:300]}") from error
+        return cls(model.to(place), str(path))
+
+    def _probe(self) -> tuple[Any, bool]:
+        """Two tokens through the model: what each layer stores, and whether our head gives the model's own logits."""
+        cache, ids = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        with torch.no_grad(), self.tap((self.num_layers,)) as features:
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        mine = self.head(features())
+        return layout_of(cache), bool(torch.allclose(mine.float(), logits.float(), rtol=1e-2, atol=1e-3))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> what enters the first layer [..., D] (without learned positions)."""
+        return families.embed(self.family, ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
+        return families.head(self.family, hidden)
+
+    @contextmanager
+    def tap(self, wants: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
+        """During the `with`, forwards leave the wanted features, side by side, to be fetched by the value of the `with`.
+
+        k = Hugging Face's hidden_states[k], the input of layer k; L (the number of layers) = after the final norm.
+        """
+        caught: dict[int, Tensor] = {}
+
+        def before(k: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                caught[k] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            caught[self.num_layers] = output[0]
+
+        for k in wants:
+            if not 0 <= k <= self.num_layers:
+                raise OptionError(f"feature layer {k} does not exist: the target has {self.num_layers} layers (0..{self.num_layers})")
+        inner = [self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True) for k in wants if k < self.num_layers]
+        hooks = [*inner, *([self.family.base.register_forward_hook(after)] if self.num_layers in wants else [])]
+        try:
+            yield lambda: torch.cat([caught[k] for k in wants], dim=-1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def encode(self, tokens_RT: Tensor, wants: Sequence[int]) -> Tensor:
+        """Features [R, T, F] of whole sequences, causal, without cache or logits. Right padding does no harm."""
+        with self.tap(wants) as features:
+            self.family.base(input_ids=tokens_RT, use_cache=False)
+            return features()
+
+    def fingerprint(self) -> str:
+        """A short name of these weights: shapes of all, values of a few. Heads that we write carry it."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.state_dict().items()):
+            digest.update(f"{name}{tuple(weight.shape)}".encode())
+        sample = self.family.embedding.weight.flatten()[:: max(1, self.vocab_size * self.hidden_size // 4096)]  # type: ignore[operator, union-attr]
+        digest.update(sample.float().bfloat16().float().cpu().numpy().tobytes())  # type: ignore[union-attr]
+        return digest.hexdigest()[:16]
+
+    def first_bad_layer(self, ids: Sequence[int]) -> str:
+        """Where NaN first appears for this sequence; for the error message."""
+        for k in range(self.num_layers + 1):
+            if torch.isnan(self.encode(torch.tensor([list(ids)], device=self.device), (k,))).any():
+                return "in the embeddings" if k == 0 else f"after layer {k - 1}" if k < self.num_layers else "in the last layer or final norm"
+        return "in the lm_head"
+
+    def open(self, rows: int, wants: Sequence[int] = ()) -> TargetSession:
+        return TargetSession(self, rows, tuple(wants))
+
+
+class TargetSession:
+    """B rows of committed tokens. Rows may be filled, advanced and emptied independently of each other."""
+
+    def __init__(self, target: Target, rows: int, wants: tuple[int, ...]) -> None:
+        self.target, self.rows, self.wants = target, rows, wants
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device)
+        self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
+        self.lengths = [0] * rows  # the host's copy
+
+    def check_fit(self, prompt: int, new: int) -> None:
+        """FitError, with the numbers, when prompt and new tokens exceed the context."""
+        context, reason = self.target.context, self.target.family.context_reason
+        why = f" ({reason})" if reason else ""
+        if prompt >= context:
+            raise FitError(f"the prompt has {prompt} tokens, the target's context is {context}{why}: shorten the prompt")
+        if prompt + new > context:
+            raise FitError(
+                f"{prompt} prompt tokens + {new} new tokens = {prompt + new} exceed the target's context of {context}{why}: "
+                f"ask for at most {context - prompt} new tokens"
+            )
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None) -> Tensor:
+        """Append tokens to a row, in chunks; returns the logits [V] of the last one. Memory for one chunk only, whatever the length."""
+        assert tokens, "at least one token"
+        logits_V = None
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk_1T = torch.tensor([tokens[start : start + PREFILL_CHUNK]], device=self.target.device)
+            T, begin = chunk_1T.shape[1], self.lengths[row]
+            order_1T = torch.arange(T, device=self.target.device)[None]
+            causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
+            seen = self._run(slice(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, last_only=True)
+            self.length_B[row] += T
+            self.lengths[row] += T
+            if on_chunk is not None:
+                on_chunk(chunk_1T[0], seen.features_BNF[0], begin)
+            logits_V = seen.logits_BNV[0, -1]
+        assert logits_V is not None
+        return logits_V
+
+    @torch.inference_mode()
+    def forward(self, tokens_BN: Tensor, tree: Tree) -> Seen:
+        """One pass over every row's tree. Nothing is committed."""
+        return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + tree.nodes)
+
+    def _run(
+        self, span: slice, tokens_RN: Tensor, depth_RN: Tensor, visible_RNN: Tensor, needed: int, last_only: bool = False
+    ) -> Seen:
+        target, N = self.target, tokens_RN.shape[1]
+        length_R, width = self.length_B[span], needed
+        self.cache.at(span, length_R[:, None] + torch.arange(N, device=target.device), width)
+        # Nodes past the context can never be emitted; they only need a position that exists.
+        position_RN = (length_R[:, None] + depth_RN).clamp(max=target.context - 1)
+        extra = {"logits_to_keep": 1} if last_only and target._keeps_logits else {}
+        with target.tap(self.wants) as features:
+            logits_RNV = target.model(
+                input_ids=tokens_RN, attention_mask=self._masks(length_R, depth_RN, visible_RNN, width), position_ids=position_RN,
+                past_key_values=self.cache, use_cache=True, **extra,
+            ).logits  # fmt: skip
+            features_RNF = features() if self.wants else logits_RNV[..., :0]
+        return Seen(logits_RNV, features_RNF)
+
+    def _masks(self, length_R: Tensor, depth_RN: Tensor, visible_RNN: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
+        family, allowed_RNW = self.target.family, slot_mask(length_R, visible_RNN, width)
+
+        def additive(allowed: Tensor) -> Tensor:
+            mask = torch.zeros(allowed.shape, dtype=self.target.dtype, device=allowed.device)
+            return mask.masked_fill_(~allowed, torch.finfo(self.target.dtype).min)[:, None]
+
+        def windowed() -> Tensor:
+            assert family.window is not None
+            distance_RNW = (length_R[:, None] + depth_RN)[..., None] - slot_positions(length_R, depth_RN, width)[:, None]
+            return additive(allowed_RNW & (distance_RNW < family.window))
+
+        if not family.mask_kinds:
+            return additive(allowed_RNW) if family.window is None else windowed()
+        return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RNW) for kind in family.mask_kinds}
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict, active_B: Tensor) -> None:
+        """Keep the accepted nodes of the active rows; the rest of the tree is forgotten."""
+        self.cache.commit(self.length_B, verdict.path_BP)
+        self.length_B = self.length_B + verdict.length_B * active_B
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """The host learns the rows' lengths, after the cycle's one transfer."""
+        self.lengths = list(lengths)
+
+    def keep(self, row: int, length: int) -> None:
+        """Cut a row back to its first `length` tokens."""
+        assert length <= self.lengths[row]
+        self.length_B[row] = length
+        self.lengths[row] = length
+
+
+def pick_device(device: str) -> str:
+    """auto = the accelerator when there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """auto = float32 on a CPU, what the checkpoint says elsewhere."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise OptionError(f"unknown dtype {dtype!r}; known: auto, {', '.join(known)}")
+    return known[dtype]

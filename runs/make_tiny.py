@@ -230,6 +230,22 @@ def pretrain_stage(args: argparse.Namespace) -> None:
     AutoTokenizer.from_pretrained(args.model).save_pretrained(args.output / "model")
 
 
+def quantise_stage(args: argparse.Namespace) -> None:
+    """Pack a model for the repository: int8 matrices, its tokenizer, configuration and chat template."""
+    from safetensors.torch import load_file, save_file
+
+    from eyas import tiny
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (args.output / name).write_bytes((args.model / name).read_bytes())
+    exact, packed = load_file(args.model / "model.safetensors"), tiny.model(args.output).state_dict()
+    error = max(float((exact[n].float() - packed[n]).abs().max() / exact[n].float().abs().max()) for n in exact)
+    size = sum(f.stat().st_size for f in args.output.iterdir() if f.is_file())
+    print(f"{size / 1e6:.1f} MB; largest rounding error {error:.4f} of a matrix's largest entry")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = parser.add_subparsers(required=True)
@@ -245,6 +261,7 @@ def main() -> None:
     data = (("--chat", dict(type=Path, nargs="+", default=[])), ("--text", dict(type=Path, nargs="+", default=[])))
     stage("tokenizer", tokenizer_stage, output, *data)
     stage("tokens", tokens_stage, model, output, *data)
+    stage("quantise", quantise_stage, model, output)
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),
         ("--init", dict(choices=["random", "model"], default="random")), ("--minutes", dict(type=float, default=75)),

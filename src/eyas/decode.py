@@ -233,7 +233,8 @@ class Decoder:
             given += 1
             if row.history_V is not None:
                 row.history_V[token] = True
-            stopped = token in row.request.eos or (row.request.stop is not None and row.request.stop(token))
+            completed = row.request.stop is not None and row.request.stop(token)
+            stopped = completed or token in row.request.eos
             row.finish = "stop" if stopped else "length" if row.new >= row.request.max_new_tokens else None
             if row.finish:
                 break

@@ -1,0 +1,405 @@
+"""Load a target and a drafter; generate, stream, chat. All three are folds over `Decoder.step`.
+
+    llm = eyas.load("meta-llama/Llama-3.1-8B-Instruct", draft="path/or/hub-id")
+    llm.generate("Why is the sky blue?").text
+
+This module knows prompts, tokenizers and results; it knows no method, no tree and no family.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+from transformers import AutoTokenizer, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from eyas import checkpoints, drafters, tiny
+from eyas.decode import Decoder, Processor, Request, Step
+from eyas.drafters import Drafter
+from eyas.drafters._base import options_from
+from eyas.errors import InputError, ModelError
+from eyas.sampling import Sampling
+from eyas.target import Target
+from eyas.text import StopStrings, encode, render
+
+__all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "load"]
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+
+DEFAULT_NEW_TOKENS = 256
+
+# Processors of Hugging Face that remember what they saw: on a tree they would see tokens that never come to be.
+STATEFUL = frozenset(
+    {
+        "AlternatingCodebooksLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection", "WhisperTimeStampLogitsProcessor",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What decoding one prompt took."""
+
+    cycles: int  # forwards of the target after the prompt's own
+    accepted_lengths: tuple[int, ...]  # drafted tokens that each cycle kept, after cutting, without the bonus
+    seconds: float  # from the prompt to the last token
+    prefill_seconds: float  # of that, the prompt's pass and the first token
+    slow_processors: tuple[str, ...] = ()  # processors that had to run node by node
+
+    tokens: int = 0  # emitted by cycles (the prefill's own token not counted)
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per cycle, the bonus included; 0 without cycles."""
+        return self.tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: tokens emitted by cycles over the seconds after the prefill; 0 without cycles."""
+        rest = self.seconds - self.prefill_seconds
+        return self.tokens / rest if self.cycles and rest > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer."""
+
+    text: str  # special tokens skipped, a stop string removed
+    token_ids: tuple[int, ...]  # the new tokens, up to the one that ended the text (an EOS included)
+    finish_reason: str  # "stop" | "length"
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one cycle added to a streamed answer."""
+
+    text: str  # may be empty while characters are incomplete or might become a stop string
+    token_ids: tuple[int, ...]
+    accepted: int  # how many of those tokens were drafted
+    finish_reason: str | None  # set in the last piece
+
+
+def load(
+    target: str | Path | PreTrainedModel | None = None,
+    draft: str | Path | Drafter | None = None,
+    method: str | None = None,
+    *,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> LLM:
+    """A target with a drafter, ready to generate.
+
+    Args:
+        target: local folder, hub id or a model that is already loaded (used as it is); None = the embedded model with its own head.
+        draft: the head's local folder or hub id, or a Drafter; without one (and without a method that needs none) decoding is vanilla.
+        method: a name of `eyas methods` or a dotted path; default: what the head was made for.
+        tokenizer: where it is not the target's own.
+        dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        options: the method's own, e.g. tree={"nodes": 32, "depth": 5}.
+
+    Raises:
+        ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
+    """
+    if target is None:
+        model, words = Target(tiny.model(), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
+        draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
+    elif isinstance(target, PreTrainedModel):
+        model, words = Target(target, target.name_or_path), _tokenizer(tokenizer or target.name_or_path, must=tokenizer is not None)
+    else:
+        _check_folder(target)
+        words = _tokenizer(tokenizer or target, must=tokenizer is not None)
+        model = Target.load(target, dtype, device, trust_remote_code)
+    return LLM(model, _drafter(model, draft, method, options), words, str(draft) if isinstance(draft, str | Path) else None)
+
+
+def _check_folder(target: str | Path) -> None:
+    path = Path(target)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"target folder {str(target)!r} has no config.json: name a folder in Hugging Face layout")
+    if not path.exists() and (path.is_absolute() or str(target).startswith((".", "~")) or str(target).count("/") > 1):
+        raise ModelError(f"target {str(target)!r} does not exist")
+    if path.is_file():
+        raise ModelError(f"target {str(target)!r} is a file: name the folder that holds it and its config.json")
+
+
+def _tokenizer(source: str | Path | PreTrainedTokenizerBase, must: bool = False) -> PreTrainedTokenizerBase | None:
+    """None when the target's folder holds no tokenizer (token ids then still work)."""
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if must:
+            raise ModelError(f"tokenizer {str(source)!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+        return None
+    return found if len(found) else None
+
+
+def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any]) -> Drafter:
+    if isinstance(draft, Drafter):
+        return draft
+    weights = checkpoints.load(draft) if draft is not None else None
+    name = method or (DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
+    kind = drafters.find(name)
+    made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+    if made_for and made_for != target.fingerprint():
+        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
+    return kind.load(weights if kind.needs_weights else None, target, options_from(kind.Options, options))
+
+
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this form
+
+
+class LLM:
+    """A target, a drafter and a tokenizer."""
+
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, draft_name: str | None = None) -> None:
+        self.target, self.drafter, self.tokenizer, self.draft_name = target, drafter, tokenizer, draft_name
+        self.eos = _eos(target.model, tokenizer)
+
+    @property
+    def method(self) -> str:
+        return type(self.drafter).__module__.removeprefix("eyas.drafters.")
+
+    def ids(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt: a string (a user's message where the tokenizer has a chat template, unless `raw`), messages, or ids."""
+        if not isinstance(prompt, str) and all(isinstance(x, int) and not isinstance(x, bool) for x in prompt):
+            if not prompt:
+                raise InputError("the prompt is empty: give at least one token")
+            return tuple(prompt)  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise InputError("the prompt is empty")
+            if raw or not getattr(self.tokenizer, "chat_template", None):
+                return tuple(encode(self.tokenizer, prompt))
+            prompt = [{"role": "user", "content": prompt}]
+        head = [{"role": "system", "content": system}] if system else []
+        return tuple(render(self.tokenizer, [*head, *prompt]))  # type: ignore[list-item]
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        logits_processor: Iterable[Processor] = (),
+        ignore_eos: bool = False,
+        system: str | None = None,
+        raw: bool = False,
+        **sampling: Any,
+    ) -> tuple[Request, _Reader]:
+        """The request for a Decoder, and what reads its tokens as text."""
+        ids = self.ids(prompt, system, raw)
+        room = max(1, self.target.context - len(ids))
+        try:
+            law = Sampling(**sampling)
+        except TypeError as error:
+            raise InputError(f"unknown sampling parameter: {str(error).split('argument ')[-1]}") from error
+        reader = _Reader(self.tokenizer, stop)
+        processors = tuple(_check_processor(p) for p in logits_processor)
+        new = min(DEFAULT_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
+        return Request(ids, new, law, frozenset() if ignore_eos else self.eos, reader.feed, processors), reader
+
+    @overload
+    def generate(self, prompt: str, **kwargs: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: Sequence[int] | Messages, **kwargs: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **kwargs: Any) -> list[Result]: ...
+    def generate(self, prompt: Any, **kwargs: Any) -> Any:
+        """Answer one prompt, or each of a list of prompts.
+
+        Args:
+            prompt: a string, a list of messages, a list of token ids; or a list of those.
+            max_new_tokens: default 256, or what fits the context.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by default.
+            stop: stop strings; the text ends before, the ids with the token that completes one.
+            logits_processor: Hugging Face processors; run once per node with its own prefix, so they cost time.
+            ignore_eos: go on to max_new_tokens.
+            system, raw: a system message; take a string as it is, without the chat template.
+            batch_size: rows decoded together when there are many prompts (default 1 on a CPU, 8 elsewhere).
+
+        Raises:
+            InputError, FitError, OptionError: before anything runs.
+        """
+        if _is_one(prompt):
+            return next(iter(self.generate_each([prompt], **kwargs)))[1]
+        return [result for _, result in sorted(self.generate_each(prompt, **kwargs), key=lambda pair: pair[0])]
+
+    def generate_each(self, prompts: Sequence[Prompt], batch_size: int | None = None, **kwargs: Any) -> Iterator[tuple[int, Result]]:
+        """(index, Result) as prompts are finished, in whatever order."""
+        made = [self.request(p, **kwargs) for p in prompts]
+        rows = batch_size or (1 if self.target.device.type == "cpu" else 8)
+        decoder = Decoder(self.target, self.drafter, max(1, min(rows, len(made))))
+        index = {decoder.add(request): i for i, (request, _) in enumerate(made)}
+        ledgers = [_Ledger(request, reader) for request, reader in made]
+        while not decoder.finished:
+            for step in decoder.step():
+                ledger = ledgers[index[step.request]]
+                ledger.add(step)
+                if step.finish:
+                    yield index[step.request], ledger.result()
+
+    def stream(self, prompt: Prompt, **kwargs: Any) -> Iterator[Piece]:
+        """The answer piece by piece, one per cycle; closing the iterator early leaves everything reusable."""
+        request, reader = self.request(prompt, **kwargs)
+        decoder = Decoder(self.target, self.drafter)
+        yield from _stream(decoder, request, reader)
+
+    def chat(self, system: str | None = None, **defaults: Any) -> Chat:
+        """A conversation whose keys and values are kept from turn to turn."""
+        return Chat(self, system, defaults)
+
+
+class Chat:
+    """A conversation. What earlier turns left in the caches is used again, up to the first token that differs."""
+
+    def __init__(self, llm: LLM, system: str | None, defaults: Mapping[str, Any]) -> None:
+        self.llm, self.defaults = llm, dict(defaults)
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._decoder = Decoder(llm.target, llm.drafter, rows=1, reuse=True)
+
+    def send(self, text: str, **kwargs: Any) -> Result:
+        """Say something; the answer joins the conversation."""
+        request, reader = self._request(text, kwargs)
+        ledger = _Ledger(request, reader)
+        for _ in _stream(self._decoder, request, reader, ledger):
+            pass
+        return self._answered(text, ledger)
+
+    def stream(self, text: str, **kwargs: Any) -> Iterator[Piece]:
+        """The same, piece by piece. When it is closed early, what was said so far joins the conversation."""
+        request, reader = self._request(text, kwargs)
+        ledger = _Ledger(request, reader)
+        try:
+            yield from _stream(self._decoder, request, reader, ledger)
+        finally:
+            self._answered(text, ledger)
+
+    def _request(self, text: str, kwargs: Mapping[str, Any]) -> tuple[Request, _Reader]:
+        if not text.strip():
+            raise InputError("the message is empty")
+        return self.llm.request([*self.messages, {"role": "user", "content": text}], **{**self.defaults, **kwargs})
+
+    def _answered(self, text: str, ledger: _Ledger) -> Result:
+        result = ledger.result()
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": result.text}]
+        return result
+
+
+def _stream(decoder: Decoder, request: Request, reader: _Reader, ledger: _Ledger | None = None) -> Iterator[Piece]:
+    ticket = decoder.add(request)
+    done = False
+    try:
+        while not decoder.finished:
+            for step in decoder.step():
+                if ledger is not None:
+                    ledger.add(step)
+                text = reader.take(final=step.finish is not None)
+                done = step.finish is not None
+                yield Piece(text, step.tokens, step.accepted, step.finish)
+    finally:
+        if not done:
+            decoder.cancel(ticket)
+
+
+class _Reader:
+    """Reads a request's tokens as text; tells the Decoder when a stop string is complete."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str]) -> None:
+        if tokenizer is None and stop:
+            raise InputError("stop strings need a tokenizer, and this target has none")
+        self._stops = None if tokenizer is None else StopStrings(tokenizer, [stop] if isinstance(stop, str) else list(stop))
+        self._parts: list[str] = []
+        self._new: list[str] = []
+
+    def feed(self, token: int) -> bool:
+        if self._stops is None:
+            return False
+        piece = self._stops.feed(token)
+        self._new.append(piece.text)
+        return piece.hit is not None
+
+    def take(self, final: bool = False) -> str:
+        """The text since the last call; `final` gives out what was held back."""
+        if final and self._stops is not None:
+            self._new.append(self._stops.flush())
+        text = "".join(self._new)
+        self._new = []
+        self._parts.append(text)
+        return text
+
+    def text(self) -> str:
+        return "".join([*self._parts, *self._new])
+
+
+@dataclass
+class _Ledger:
+    """The steps of one request, added up."""
+
+    request: Request
+    reader: _Reader
+    began: float = 0.0
+    ended: float = 0.0
+    prefill: float = 0.0
+    finish: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        now = time.perf_counter()
+        self.ended, self.finish = now, step.finish
+        self.tokens += step.tokens
+        if step.prefill:
+            self.began, self.prefill = now - step.seconds, step.seconds
+        else:
+            self.accepted.append(step.accepted)
+
+    def result(self) -> Result:
+        """What stands so far; a request that was cut off from outside counts as ended by length."""
+        self.reader.take(final=True)
+        slow = tuple(type(p).__name__ for p in self.request.processors)
+        emitted = max(0, len(self.tokens) - 1)
+        stats = Stats(len(self.accepted), tuple(self.accepted), self.ended - self.began, self.prefill, slow, emitted)
+        return Result(self.reader.text(), tuple(self.tokens), self.finish or "length", stats)
+
+
+def _is_one(prompt: Any) -> bool:
+    """A string, a list of messages, or a list of ids; anything else is a list of prompts."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence):
+        raise InputError(f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    return all(isinstance(x, int) for x in prompt) or all(isinstance(x, Mapping) for x in prompt)
+
+
+def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """As generate does: the generation config's ids, else the model's, else the tokenizer's."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _check_processor(processor: Processor) -> Processor:
+    name = type(processor).__name__
+    if name in STATEFUL:
+        raise InputError(f"{name} remembers what it saw, and on a tree it would see tokens that never come to be: decode without it")
+    if not callable(processor) or (isinstance(processor, type) and issubclass(processor, LogitsProcessor)):
+        raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")
+    return processor
+

@@ -1,0 +1,72 @@
+"""The embedded model: a 28M-parameter LLaMA chat model of our own, its tokenizer and its draft head.
+
+Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the dequantised model *is* the target,
+the heads were trained on it. How it was made: runs/make_tiny.py and MODEL_CARD.md. This module knows where the files are and how to unpack
+them, no more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eyas.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["FOLDER", "HEAD", "PACKED", "dequantise", "model", "quantise", "tokenizer"]
+
+FOLDER = Path(__file__).parent / "weights"
+HEAD = FOLDER / "eagle1"
+PACKED = "model.int8.safetensors"
+SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
+
+
+def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """int8 matrices with one scale per output channel (row); everything else as it is, in float32."""
+    import torch
+
+    packed = {}
+    for name, value in tensors.items():
+        wide = value.float()
+        if wide.ndim != 2:
+            packed[name] = wide
+            continue
+        scale = wide.abs().amax(1).clamp(min=1e-12) / 127
+        packed[name] = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        packed[name + SCALE] = scale
+    return packed
+
+
+def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The float32 tensors that `quantise` stands for."""
+    return {
+        name: value.float() * packed[name + SCALE][:, None] if name + SCALE in packed else value.float()
+        for name, value in packed.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def model(folder: Path = FOLDER) -> PreTrainedModel:
+    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are missing or broken."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    try:
+        tensors = dequantise(load_file(folder / PACKED))
+        config = LlamaConfig.from_pretrained(folder)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(f"the embedded model is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again") from error
+    net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+    net.generation_config = GenerationConfig.from_pretrained(folder)
+    return net.eval()
+
+
+def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]

@@ -122,7 +122,7 @@ class Target:
         for name, weight in sorted(self.model.state_dict().items()):
             digest.update(f"{name}{tuple(weight.shape)}".encode())
         sample = self.family.embedding.weight.flatten()[:: max(1, self.vocab_size * self.hidden_size // 4096)]  # type: ignore[operator, union-attr]
-        digest.update(sample.float().bfloat16().float().cpu().numpy().tobytes())  # type: ignore[union-attr]
+        digest.update(sample.detach().float().bfloat16().float().cpu().numpy().tobytes())  # type: ignore[union-attr]
         return digest.hexdigest()[:16]
 
     def first_bad_layer(self, ids: Sequence[int]) -> str:

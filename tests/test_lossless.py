@@ -1,0 +1,130 @@
+"""Losslessness, over every family with an oracle and every method of the folder.
+
+In float32 the token ids equal those of a plain loop over full forwards (tests/reference.py): greedily, and sampled with the same seed.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+import zoo
+from reference import Oracle, plain_decode, run
+from transformers import PreTrainedModel
+
+from eyas import drafters
+from eyas.decode import Decoder, Request
+from eyas.drafters import Drafter
+from eyas.sampling import Sampling
+from eyas.target import Target
+
+NEW = 24
+GREEDY = Sampling()
+LAWS = (GREEDY, Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, min_p=0.05, repetition_penalty=1.2, seed=5))
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    return zoo.FAMILIES[family]()
+
+
+@cache
+def requests(family: str, count: int, laws: tuple[Sampling, ...]) -> tuple[tuple[Request, tuple[int, ...]], ...]:
+    """Prompts of different lengths with what a plain loop answers."""
+    dice, vocab = random.Random(family), model(family).config.get_text_config().vocab_size
+    lengths = (5, 23, 40, 3, 17, 31, 1, 12)
+    made = [Request(tuple(dice.randrange(vocab) for _ in range(lengths[i])), NEW - i, laws[i % len(laws)]) for i in range(count)]
+    return tuple((r, tuple(plain_decode(model(family), r))) for r in made)
+
+
+def check(family: str, drafter: Drafter, rows: int, pairs: tuple[tuple[Request, tuple[int, ...]], ...]) -> float:
+    """Equal ids; returns tau."""
+    tokens, steps = run(Decoder(drafter.target, drafter, rows), [r for r, _ in pairs])
+    assert [tuple(t) for t in tokens] == [t for _, t in pairs]
+    cycles = [s for s in steps if not s.prefill]
+    return sum(len(s.tokens) for s in cycles) / len(cycles)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_with_an_oracle(family: str) -> None:
+    """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. 5 requests share 3 rows, so rows join and
+    leave between cycles; the oracle makes long paths come true, so that ragged commits really happen."""
+    target = Target(model(family))
+    pairs = requests(family, 5, LAWS)
+    answers = {r.prompt: list(t) for r, t in pairs}
+    for nodes, depth, seed in ((12, 5, 0), (20, 3, 1), (7, 6, 2)):
+        tau = check(family, Oracle(target, answers, nodes, depth, seed), 3, pairs)
+        assert tau > 2, "the oracle's paths must be accepted, or this test proves little"
+
+
+def methods() -> list[str]:
+    return [n for n in drafters.names()]
+
+
+OPTIONS = {"eagle1": {"tree.choices": "reference"}, "eagle2": {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}}
+
+
+def make(name: str, target: Target, **options: object) -> Drafter:
+    """The method with random weights and, if it has them, these options."""
+    kind = drafters.find(name)
+    from eyas.drafters._base import options_from
+
+    return kind.random(target, options_from(kind.Options, options or OPTIONS.get(name, {})), seed=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", methods())
+def test_every_method_at_every_batch_size(name: str, family: str) -> None:
+    """Guards each method's sessions: rows of different ages at B = 1, 2, 3, 8. Greedy rows equal the plain loop for every method; sampled
+    rows equal it for chosen trees, and their own single run for drawn ones."""
+    drafter = make(name, Target(model(family)))
+    pairs = requests(family, 8, LAWS)
+    alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in pairs]
+    for (request, expected), got in zip(pairs, alone, strict=True):
+        if request.sampling.greedy or name != "eagle1":
+            assert tuple(got) == expected, f"{request.sampling}"
+    for rows in (2, 3, 8):
+        tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in pairs])
+        assert tokens == alone, f"{rows} rows"
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle2"])
+def test_heads_that_are_right_now_and_then(name: str) -> None:
+    """Guards commits of a real head at depth: with the feature handed through (fc = [0, 1], layer = 0) the draft repeats the last law, so on
+    a greedy loop whole paths are accepted; ids stay those of the plain loop."""
+    target = Target(model("llama"))
+    drafter = make(name, target)
+    with torch.no_grad():
+        for weight in drafter.net.parameters():
+            weight.zero_()
+        drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
+    pairs = requests("llama", 8, LAWS)
+    tokens, steps = run(Decoder(target, drafter, 3), [r for r, _ in pairs])
+    for (request, expected), got in zip(pairs, tokens, strict=True):
+        if request.sampling.greedy or name != "eagle1":
+            assert tuple(got) == expected
+    assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
+
+
+@pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])
+def test_eagle1_shapes(choices: str) -> None:
+    """Guards static trees of other shapes."""
+    drafter = make("eagle1", Target(model("llama")), **{"tree.choices": choices})
+    check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
+
+
+@pytest.mark.parametrize(("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)])
+def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
+    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
+    drafter = make("eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch})
+    check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
+
+
+def test_against_generate() -> None:
+    """Guards the plain loop itself: greedy decoding must be what transformers' generate gives."""
+    for request, expected in requests("llama", 3, (GREEDY,)):
+        ids = torch.tensor([request.prompt])
+        theirs = model("llama").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        assert tuple(theirs[0, len(request.prompt) :].tolist()) == expected

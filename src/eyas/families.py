@@ -1,0 +1,325 @@
+"""What differs between model families: masks, scales, context length, and which models cannot be served.
+
+`describe(model)` reads a loaded model and says what its caller must know to drive it with a tree:
+
+    mask_kinds   ()                                       one 4-D mask goes to every layer
+                 ("full_attention", "sliding_attention")  a dict of 4-D masks, one per kind of layer, goes in
+    window       where a window applies (every layer, or the layers of kind "sliding_attention"), a query at position i
+                 sees a key at position j iff 0 <= i - j < window:
+
+                                 key 0 1 2 3 4
+                     query 3         . x x x .       window 3: itself and the two before it
+                     query 4         . . x x x
+
+    softcap, logit_scale, embed_scale   what the model does around its last and its first matrix (see `head` and `embed`)
+
+Masks are additive floats: 0 where attention is allowed, the lowest number of the dtype elsewhere. Both backends that eyas
+accepts take them ("eager" and "sdpa"; eager would read a boolean mask as numbers). "flex_attention" has block masks of its
+own and flash attention has no arbitrary masks: both are refused with the way out.
+
+Facts come from the configuration, from the class attributes and from the names that the code of the base model's forward
+uses; what cannot be read there stands in the tables below, and nowhere else in eyas is a family asked for by its name. This
+module knows no tree, no cache and no drafter, and it runs nothing: whether the facts hold for a family that nobody has tried is
+for the Target to check with a forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from eyas.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["FULL", "SLIDING", "Family", "describe", "embed", "head"]
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+# ---------------------------------------------------------------------------------------------- the tables
+
+STATE = "its recurrent or convolutional state cannot be rolled back when a drafted token is rejected"
+CHUNKED = "chunked attention is not supported yet"
+SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask does not reach"
+ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
+SLOTS = "it masks attention by slot numbers of its own, so a tree's mask cannot express what a node sees"
+NO_MASK = "its forward takes no 4-D mask, so a tree cannot be told to it"
+
+# Model types that are refused whatever their configuration says.
+REFUSED_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+            "zamba",
+            "zamba2",
+            "zaya",
+        ),
+        STATE,
+    ),
+    **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
+    **dict.fromkeys(("bloom", "mpt"), ALIBI),
+    "gpt_neo": SLOTS,
+    **dict.fromkeys(("openai-gpt", "xlm"), NO_MASK),
+}
+# Kinds of layers (entries of layer_types and layers_block_type) that are refused; a kind in no table is refused as unknown.
+REFUSED_KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mamba2", "recurrent"), STATE),
+    **dict.fromkeys(
+        (
+            "compressed_sparse_attention",
+            "deepseek_sparse_attention",
+            "heavily_compressed_attention",
+            "indexed_attention",
+            "minimax_m3_sparse",
+            "qwen_sparse_attention",
+        ),
+        SPARSE,
+    ),
+    "chunked_attention": CHUNKED,
+}
+SERVED_KINDS = (FULL, SLIDING)
+KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
+OTHER_NAMES = {"attention": FULL}  # older names of kinds
+# Model types for which `_takes_dict` would read the code wrongly, and the truth. None is known; a custom model may need a line.
+TAKES_DICT: dict[str, bool] = {}
+
+BACKENDS = ("eager", "sdpa")
+
+# Options of a configuration that name a scale, and whether the model multiplies (1) or divides (-1) by it. Gemma's root of the
+# hidden size stands in no table: its embedding module applies it.
+LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
+EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
+SOFTCAPS = ("final_logit_softcapping",)
+# Where a family reads the same option the other way round.
+MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
+
+# ---------------------------------------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts about one loaded model; `describe` fills every field. The modules are the model's own, not copies."""
+
+    model_type: str
+    mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys that the dict of masks must have
+    window: int | None  # positions that a windowed layer sees, the query's own included
+    softcap: float | None  # logits become softcap * tanh(logits / softcap)
+    logit_scale: float  # logits are multiplied by it before the softcap
+    embed_scale: float  # what the output of the embedding module is multiplied by before the first layer
+    layers: nn.ModuleList  # the decoder layers, in order
+    base: nn.Module  # its output[0] is the last hidden state, after the final norm
+    head: nn.Module  # hidden state -> logits before scale and softcap
+    embedding: nn.Module  # token ids -> embeddings before embed_scale
+    context: int  # positions that a request may use, prompt and new tokens and drafts together
+    context_reason: str  # "" or why `context` is what it is although the model may go on
+
+
+def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes them."""
+    logits: torch.Tensor = family.head(hidden)
+    if family.logit_scale != 1.0:
+        logits = logits * family.logit_scale
+    if family.softcap is not None:
+        logits = torch.tanh(logits / family.softcap) * family.softcap
+    return logits
+
+
+def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
+    """Embeddings [..., D] of token ids [...], scaled as the first layer reads them, without positions (GPT-2 adds those later)."""
+    embeddings: torch.Tensor = family.embedding(ids)
+    return embeddings if family.embed_scale == 1.0 else embeddings * family.embed_scale
+
+
+def describe(model: PreTrainedModel) -> Family:
+    """The facts about a loaded model, which stays as it is. Raises ModelError, one line with the model type and the reason."""
+    _refuse_whole_model(model)
+    ends: Any = model  # two of its methods have no types
+    config = model.config.get_text_config(decoder=True)
+    base = _decoder(model)
+    code = _names(base)
+    kinds = _kinds(config)
+    _refuse_layers(config, kinds)
+    _refuse_positions(config, base)
+    mask_kinds = kinds if TAKES_DICT.get(config.model_type, _takes_dict(code)) else ()
+    if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
+        raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
+    context, reason = _context(config)
+    return Family(
+        model_type=config.model_type,
+        mask_kinds=mask_kinds,
+        window=_window(config, mask_kinds, code),
+        softcap=_first(config, SOFTCAPS),
+        logit_scale=_scale(config, LOGIT_SCALES),
+        embed_scale=_scale(config, EMBED_SCALES),
+        layers=_layers(config, base),
+        base=base,
+        head=ends.get_output_embeddings(),
+        embedding=ends.get_input_embeddings(),
+        context=context,
+        context_reason=reason,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _refusal(config: Any, reason: str) -> ModelError:
+    return ModelError(f"a model of type {config.model_type} cannot be served: {reason}")
+
+
+def _refuse_whole_model(model: Any) -> None:
+    config = model.config
+    text = config if getattr(config, "is_encoder_decoder", False) else config.get_text_config(decoder=True)
+    for model_type in (config.model_type, text.model_type):
+        if model_type in REFUSED_TYPES:
+            raise _refusal(config, REFUSED_TYPES[model_type])
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(config, "it is an encoder-decoder model; eyas serves causal language models")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise _refusal(config, f"{type(model).__name__} is not a causal language model; load it with AutoModelForCausalLM")
+    if getattr(model, "_is_stateful", False):
+        raise _refusal(config, STATE)
+    backend = getattr(text, "_attn_implementation", None)
+    if backend is not None and backend not in BACKENDS:
+        by_sdpa = getattr(model, "_supports_sdpa", True) and getattr(text, "attn_logit_softcapping", None) is None
+        way_out = "sdpa" if by_sdpa else "eager"
+        raise _refusal(config, f'{backend} cannot take the mask of a tree; load it with attn_implementation="{way_out}"')
+
+
+def _refuse_layers(config: Any, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        if kind not in SERVED_KINDS:
+            raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
+
+
+def _refuse_positions(config: Any, base: nn.Module) -> None:
+    if getattr(config, "alibi", False):
+        raise _refusal(config, ALIBI)
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        raise _refusal(config, "its forward takes no position_ids, so it cannot be told the depths of a tree")
+    reads_both_ways = getattr(config, "is_decoder", True) is False and "is_decoder" in _names(base, every_method=True)
+    if reads_both_ways or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise _refusal(config, "its attention is bidirectional as it is configured, so it is not a causal language model")
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+def _kinds(config: Any) -> tuple[str, ...]:
+    """The kinds of layers of this configuration, each once, full before sliding; empty if it names none."""
+    found: list[str] = []
+    for name in KIND_LISTS:
+        found += [OTHER_NAMES.get(kind, kind) for kind in getattr(config, name, None) or ()]
+    return tuple(sorted(set(found)))
+
+
+def _takes_dict(code: frozenset[str]) -> bool:
+    """Whether a forward that uses these names asks if its attention mask is a dict, one entry per kind of layer."""
+    return {"isinstance", "dict", "layer_types"} <= code
+
+
+def _window(config: Any, mask_kinds: tuple[str, ...], code: frozenset[str]) -> int | None:
+    applies = SLIDING in mask_kinds if mask_kinds else "create_sliding_window_causal_mask" in code
+    window: int | None = getattr(config, "sliding_window", None) if applies else None
+    return window
+
+
+def _names(module: nn.Module, every_method: bool = False) -> frozenset[str]:
+    """The names that the code of a module's forward (or of every method of its class) uses: globals, attributes, nested functions."""
+    functions = vars(type(module)).values() if every_method else [type(module).forward]
+    return frozenset(name for function in functions for name in _names_of(getattr(inspect.unwrap(function), "__code__", None)))
+
+
+def _names_of(code: CodeType | None) -> Iterator[str]:
+    if code is None:
+        return
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+
+
+# ---------------------------------------------------------------------------------------------- modules, scales, context
+
+
+def _decoder(model: Any) -> nn.Module:
+    """The text decoder: the base model, or the language model inside of a multi-modal one."""
+    decoder: nn.Module = model.get_decoder()
+    base: nn.Module = model.base_model
+    return base if decoder is None or decoder is model else decoder
+
+
+def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
+    """The list of as many modules as the configuration has layers that is nearest to the base model."""
+    count = config.num_hidden_layers
+    lists = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
+    for _, module in sorted(lists, key=lambda pair: pair[0]):
+        if len(module) == count:
+            return module
+    raise _refusal(config, f"no list of its {count} decoder layers was found in {type(base).__name__}")
+
+
+def _first(config: Any, names: tuple[str, ...]) -> float | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((float(value) for value in values if value is not None), None)
+
+
+def _scale(config: Any, table: Mapping[str, int]) -> float:
+    """The product of the scales of this table that the configuration has."""
+    scale = 1.0
+    for name, power in table.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            scale *= float(value) ** (1 if MULTIPLIED.get(config.model_type) == name else power)
+    return scale
+
+
+def _context(config: Any) -> tuple[int, str]:
+    """Positions that a request may use, and why they are fewer than the model could go to."""
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise _refusal(config, "its configuration does not say max_position_embeddings")
+    for rope in _ropes(config):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if "dynamic" in kind:
+            return context, f"past {context} positions dynamic NTK changes the frequencies of all keys, also of those in the cache"
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            if original is not None and original < context:
+                return original, f"past {original} positions longrope changes the frequencies of all keys, also of those in the cache"
+    return context, ""
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters: one set, or one per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or vars(config).get("rope_scaling") or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    yield from nested or [rope]

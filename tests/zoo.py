@@ -1,0 +1,158 @@
+"""Tiny random models, one per family, for every test that needs a target.
+
+A model here is float32, in eval mode, and the same in every run: its weights come from a seed. They are drawn wider than
+Hugging Face draws them, so that the next-token laws have clear winners and differ from prefix to prefix; weights that would
+be all ones or zeros (norms, biases, sinks) are moved too, because a forgotten bias of zero is a bug that no test would see.
+Sliding windows are 16, shorter than the sequences that tests run; the context is 512.
+
+    FAMILIES    what eyas serves
+    SWITCHING   served up to the length at which their rotary frequencies change
+    REFUSED     what eyas refuses: their state cannot be rolled back
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+__all__ = [
+    "COMMON",
+    "CONTEXT",
+    "FAMILIES",
+    "LAYERS",
+    "REFUSED",
+    "SWITCH",
+    "SWITCHING",
+    "VOCAB",
+    "WINDOW",
+    "llama_dynamic",
+    "phi3_longrope",
+    "tiny",
+]
+
+VOCAB = 160
+CONTEXT = 512
+WINDOW = 16
+LAYERS = 4
+HIDDEN = 48
+GAIN = 1.3
+SWITCH = 64  # positions at which the models of SWITCHING change their frequencies
+
+# What nearly every configuration of Hugging Face understands.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+ROPE: dict[str, Any] = {"rope_theta": 10000.0}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _family(model_type: str, *, eager: bool = False, seed: int = 0, **options: Any) -> Callable[[], PreTrainedModel]:
+    return functools.partial(tiny, model_type, eager=eager, seed=seed, **options)
+
+
+def tiny(model_type: str, *, eager: bool = False, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """A small random model of this type; `options` go over the common configuration."""
+    known = _fields(model_type)
+    config = AutoConfig.for_model(model_type, **{k: v for k, v in COMMON.items() if k in known} | options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa")
+        _draw(model, seed)
+    return model.eval()
+
+
+def _fields(model_type: str) -> set[str]:
+    """The options of a configuration class (by its own names or by those that it maps to its own)."""
+    config = AutoConfig.for_model(model_type)
+    return set(config.to_dict()) | set(type(config).attribute_map)
+
+
+@torch.no_grad()
+def _draw(model: PreTrainedModel, seed: int) -> None:
+    """Matrices of one gain, so that a layer matters as much as what it is added to; vectors moved a little from where they are."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise * GAIN / HIDDEN**0.5)
+        else:
+            parameter.add_(noise * 0.1)
+    embedding = model.get_input_embeddings()
+    if embedding.weight is not model.get_output_embeddings().weight:
+        embedding.weight.mul_(2.0 / float(getattr(embedding, "embed_scale", 1.0)) ** 0.5)
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _family("llama"),
+    "mistral": _family("mistral", sliding_window=WINDOW),
+    "mixtral": _family("mixtral", sliding_window=WINDOW, **EXPERTS),
+    "qwen2": _family("qwen2", use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "qwen3": _family("qwen3"),
+    "qwen3_moe": _family("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True),
+    "gemma2": _family(
+        "gemma2",
+        eager=True,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        query_pre_attn_scalar=12,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": _family("gemma3_text", sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=12),
+    "phi3": _family("phi3", sliding_window=WINDOW, original_max_position_embeddings=CONTEXT),
+    "olmo2": _family("olmo2", seed=3),
+    "granite": _family("granite", embedding_multiplier=3.0, logits_scaling=0.7, residual_multiplier=0.6, attention_multiplier=0.2),
+    "cohere2": _family("cohere2", sliding_window=WINDOW, layer_types=ALTERNATING, logit_scale=0.4, tie_word_embeddings=True),
+    "gpt_neox": _family("gpt_neox", seed=3),
+    "gpt2": _family("gpt2", seed=2),
+    "gpt_oss": _family(
+        "gpt_oss",
+        eager=True,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        **EXPERTS,
+        rope_parameters={**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4},
+    ),
+}
+
+llama_dynamic = _family("llama", max_position_embeddings=SWITCH, rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0})
+phi3_longrope = _family(
+    "phi3",
+    original_max_position_embeddings=SWITCH,
+    rope_parameters={**ROPE, "rope_type": "longrope", "factor": CONTEXT / SWITCH, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6},
+)
+SWITCHING: dict[str, Callable[[], PreTrainedModel]] = {"llama_dynamic": llama_dynamic, "phi3_longrope": phi3_longrope}
+
+REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
+    "mamba": _family("mamba", eager=True, state_size=8),
+    "jamba": _family("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=4),
+    "lfm2": _family("lfm2", layer_types=["conv", "full_attention"] * 2),
+    "qwen3_next": _family(
+        "qwen3_next",
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=40,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}

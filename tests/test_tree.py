@@ -1,0 +1,126 @@
+"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix, and which static trees are refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.errors import OptionError
+from eyas.tree import Tree, chain_choices, check_choices
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The node and everything above it, by recursion."""
+    return [node] if parents[node] < 0 else [node, *ancestors(parents, parents[node])]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[list[int]]:
+    """Parents of up to 3 trees with one number of nodes; children may come in any order after their parent."""
+    nodes = draw(st.integers(1, 12))
+    return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
+
+
+def test_the_drawn_example() -> None:
+    """Guards the derivations against the picture in the module's docstring. Deterministic."""
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]]), 2)
+    assert tree.depth_BN.tolist() == [[0, 1, 1, 2, 2, 2]]
+    drawn = ["x.....", "xx....", "x.x...", "xx.x..", "xx..x.", "x.x..x"]
+    assert ["".join("x" if seen else "." for seen in row) for row in tree.mask_BNN[0].tolist()] == drawn
+    assert tree.candidate_BN.all()
+    assert (tree.rows, tree.nodes, tree.max_depth) == (1, 6, 2)
+
+
+def test_a_chain() -> None:
+    """Guards the tree of chain drafters, and of vanilla: one node, no depth. Deterministic."""
+    tree = Tree.chain(2, 4)
+    assert tree.parents_BN.tolist() == [[-1, 0, 1, 2]] * 2
+    assert tree.depth_BN.tolist() == [[0, 1, 2, 3]] * 2
+    assert torch.equal(tree.mask_BNN, torch.ones(4, 4).tril().bool().expand(2, 4, 4))
+    assert tree.max_depth == 3
+    one = Tree.chain(3, 1)
+    assert (one.parents_BN.tolist(), one.max_depth, one.mask_BNN.all().item()) == ([[-1]] * 3, 0, True)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(forests(), st.integers(0, 3))
+def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack: int) -> None:
+    """Guards depth and ancestors in rows that differ, with children far from their parents, and with a bound that is not tight."""
+    lines = [[ancestors(parents, n) for n in range(len(parents))] for parents in forest]
+    deepest = max(len(line) - 1 for row in lines for line in row)
+    tree = Tree.build(torch.tensor(forest), deepest + slack)
+    assert tree.max_depth == deepest + slack
+    assert tree.depth_BN.tolist() == [[len(line) - 1 for line in row] for row in lines]
+    assert tree.mask_BNN.tolist() == [[[m in line for m in range(len(row))] for line in row] for row in lines]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(forests(), st.integers(0, 2**32 - 1))
+def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:
+    """Guards the prefix that a repetition penalty reads: no sibling's token, no token of another row, history untouched."""
+    choose, vocab = random.Random(seed), 9
+    tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
+    history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
+    history_BV = torch.tensor(history)
+    seen_BNV = Tree.build(torch.tensor(forest), len(forest[0]) - 1).seen(torch.tensor(tokens), history_BV)
+    for b, parents in enumerate(forest):
+        for n in range(len(parents)):
+            prefix = {tokens[b][m] for m in ancestors(parents, n)}
+            assert seen_BNV[b, n].tolist() == [history[b][v] or v in prefix for v in range(vocab)]
+    assert history_BV.tolist() == history
+
+
+def test_candidates_are_what_the_drafter_says() -> None:
+    """Guards scouts and padding: the flags pass through unchanged. Deterministic."""
+    candidate_BN = torch.tensor([[True, False, True]])
+    assert Tree.build(torch.tensor([[-1, 0, 0]]), 1, candidate_BN).candidate_BN.tolist() == candidate_BN.tolist()
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(forests(), st.randoms(use_true_random=False))
+def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: random.Random) -> None:
+    """Guards that a choices file may list its nodes in any order and twice: sorted by depth, then rank, each once, parents first."""
+    parents = forest[0]
+    paths: list[tuple[int, ...]] = [()]
+    for n in range(1, len(parents)):
+        paths.append((*paths[parents[n]], sum(p == parents[n] for p in parents[1:n])))
+    given_paths = [list(p) for p in paths[1:]] * 2
+    order.shuffle(given_paths)
+    if not given_paths:
+        given_paths, paths = [[0]], [(), (0,)]
+    choices = check_choices(given_paths)
+    assert list(choices) == sorted(paths[1:], key=lambda p: (len(p), p))
+    assert check_choices(choices) == choices
+
+
+def test_chain_choices() -> None:
+    """Guards the static tree that is a chain. Deterministic."""
+    assert chain_choices(3) == ((0,), (0, 0), (0, 0, 0))
+    assert check_choices(chain_choices(4)) == chain_choices(4)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([], "empty"),
+        ([[]], "not a list of ranks"),
+        ([[0], [-1]], "not a list of ranks"),
+        ([[0], [True]], "not a list of ranks"),
+        ([[0], [0, False]], "not a list of ranks"),
+        ([[0], [1.0]], "not a list of ranks"),
+        (["ab"], "not a list of ranks"),
+        ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
+        ([[0, 0]], r"\[0, 0\] has no parent; add \[0\]"),
+        ([[0], [2]], r"\[2\] has no elder sibling; add \[1\]"),
+        ([[1]], r"\[1\] has no elder sibling; add \[0\]"),
+        ([[0], [0, 1]], r"\[0, 1\] has no elder sibling; add \[0, 0\]"),
+    ],
+)
+def test_what_is_no_tree_is_refused(choices: list[list[object]], words: str) -> None:
+    """Guards the user's own tree files: each mistake is named, with what would mend it. Deterministic."""
+    with pytest.raises(OptionError, match=words):
+        check_choices(choices)  # type: ignore[arg-type]

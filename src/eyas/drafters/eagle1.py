@@ -26,8 +26,8 @@ from eyas.cache import KVCache, slot_mask
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Drafter, DraftSession, Roots
 from eyas.drafters._grow import Growth, grow_static
-from eyas.errors import CheckpointError, OptionError
-from eyas.losses import smooth_l1, soft_cross_entropy
+from eyas.errors import CheckpointError, OptionError, near
+from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import DecoderLayer, LayerShape
 from eyas.target import PREFILL_CHUNK, Target
 from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices, check_choices
@@ -65,8 +65,22 @@ class StaticTree:
             raise OptionError(f"tree.choices: {self.choices} must hold a JSON list of lists of ranks, like [[0], [1], [0, 0]]: {error}") from error
 
 
+NOISES = ("uniform", "reference", "none")
+
+
 @dataclass(frozen=True)
-class Options:
+class HeadOptions:
+    """Flags of every method with EAGLE-1's net."""
+
+    noise: str = "uniform"  # training only, added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none
+
+    def __post_init__(self) -> None:
+        if self.noise not in NOISES:
+            raise OptionError(f"unknown noise {self.noise!r}; {near(self.noise, NOISES)}")
+
+
+@dataclass(frozen=True)
+class Options(HeadOptions):
     """Flags of eagle1."""
 
     tree: StaticTree = field(default_factory=StaticTree)
@@ -278,22 +292,21 @@ class Method(Drafter):
         Slot t sees feature t (with noise U(-0.1, 0.1)) and token t+1; it is compared at feature t+1, which predicts token t+2: it counts
         when that token does. Averaged over the slots that count.
         """
-        noise = (torch.rand(batch.features_RTF.shape, generator=generator) - 0.5).to(batch.features_RTF) * 0.2
-        features_RTD = (batch.features_RTF + noise)[:, :-2]
+        features_RTD = (batch.features_RTF + self._noise(batch.features_RTF, generator))[:, :-2]
         position_RT = torch.arange(features_RTD.shape[1], device=features_RTD.device).expand(features_RTD.shape[:2])
-        embeddings_RTD = self.embed(batch.tokens_RT[:, 1:-1])
-        predicted_RTD = self.net(features_RTD, embeddings_RTD, position_RT)
-        true_RTD, mask_RT = batch.features_RTF[:, 1:-1], batch.counted_RT[:, 2:].float()
+        predicted_RTD = self.net(features_RTD, self.embed(batch.tokens_RT[:, 1:-1]), position_RT)
+        true_RTD, mask_RT = batch.features_RTF[:, 1:-1], batch.counted_RT[:, 2:]
         count = mask_RT.sum().clamp(min=1)
         feature_loss = smooth_l1(predicted_RTD, true_RTD, mask_RT, count)
-        with torch.no_grad():
-            true_logits_RTV = self.target.head(true_RTD)
-        logits_RTV = self.target.head(predicted_RTD)
-        token_loss = soft_cross_entropy(logits_RTV, true_logits_RTV, mask_RT, count)
-        with torch.no_grad():
-            right = ((logits_RTV.argmax(-1) == true_logits_RTV.argmax(-1)) * mask_RT).sum() / count
-        metrics = {"feature_loss": float(feature_loss), "token_loss": float(token_loss), "0-alpha": float(right)}
+        token_loss, right = soft_cross_entropy_of(self.target.head, predicted_RTD, true_RTD, mask_RT, count, self.target.vocab_size)
+        metrics = {"feature_loss": float(feature_loss.detach()), "token_loss": float(token_loss.detach()), "0-alpha": float(right / count)}
         return feature_loss + 0.1 * token_loss, metrics
+
+    def _noise(self, features_RTF: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.options.noise == "none":
+            return torch.zeros_like(features_RTF)
+        width = 0.2 * (512 / features_RTF.shape[1] if self.options.noise == "reference" else 1.0)
+        return (torch.rand(features_RTF.shape, generator=generator) - 0.5).to(features_RTF) * width
 
 
 def _own_table(table: Tensor | None, target: Target) -> Tensor | None:

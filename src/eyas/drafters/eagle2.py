@@ -18,7 +18,7 @@ __all__ = ["Method"]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(eagle1.HeadOptions):
     """Flags of eagle2."""
 
     tree: DynamicTree = field(default_factory=DynamicTree)

@@ -123,6 +123,10 @@ class Drafter(ABC):
         """The training loss (a scalar with gradient, averaged over the counted tokens) and what to log beside it."""
         raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
+    def chain(self, depth: int) -> Drafter:
+        """The same net drafting a chain of that depth: what n-alpha is measured with."""
+        raise NotImplementedError(f"{type(self).__module__} drafts no chains")
+
     def describe(self) -> dict[str, Any]:
         """The tree, for `--json`."""
         return {}

@@ -269,6 +269,9 @@ class Method(Drafter):
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         return grow_static(growth, roots, self.choices)
 
+    def chain(self, depth: int) -> Method:
+        return Method(self.target, Options(tree=StaticTree(f"chain-{depth}")), self.net, self.shape, self.embed_tokens)
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "static", "choices": self.options.tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1}
 

@@ -1,0 +1,68 @@
+"""Acceptance by depth, from real chain decoding: the n-alpha of EAGLE-1, section 5.
+
+n-alpha is the rate at which the (n+1)-th draft token of a chain is accepted, given that the n before it were: its input held n of the
+draft's own features. Knows no method: a drafter says itself how it drafts a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from eyas.decode import Decoder, Request, Step
+from eyas.drafters import Drafter
+from eyas.train.data import Example
+
+__all__ = ["acceptance_by_depth", "chain_figures", "figures_of", "last_prompt"]
+
+
+def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, int]]:
+    """For each draft depth 1..depth of chain cycles: (times reached, times accepted). What was cut off at the end counts as not reached."""
+    reached, accepted = [0] * depth, [0] * depth
+    for step in steps:
+        if step.prefill:
+            continue
+        for d in range(step.accepted):
+            reached[d] += 1
+            accepted[d] += 1
+        if len(step.tokens) > step.accepted and step.accepted < depth:  # the bonus was emitted, so the next draft token was refused
+            reached[step.accepted] += 1
+    return list(zip(reached, accepted, strict=True))
+
+
+def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
+    """n-alpha for n = 0..depth-1 and tau, tokens emitted per cycle, of chain cycles."""
+    rates = {f"{n}-alpha": a / r for n, (r, a) in enumerate(acceptance_by_depth(steps, depth)) if r}
+    cycles = [s for s in steps if not s.prefill]
+    return {**rates, "chain tau": sum(len(s.tokens) for s in cycles) / max(1, len(cycles))}
+
+
+def last_prompt(example: Example) -> tuple[int, ...]:
+    """The tokens before the last stretch that counts: what the assistant was to answer last."""
+    end = len(example.ids)
+    while end and not example.counted[end - 1]:
+        end -= 1
+    while end and example.counted[end - 1]:
+        end -= 1
+    return tuple(example.ids[:end])
+
+
+def chain_figures(
+    examples: Sequence[Example], prompts: int = 16, new_tokens: int = 48, depth: int = 5
+) -> Callable[[Drafter], dict[str, float]]:
+    """Held-out figures for the training loop: greedy answers to some prompts, drafted by chains of `depth`."""
+    chosen = [p for p in (last_prompt(e) for e in examples[:prompts]) if p]
+
+    def evaluate(drafter: Drafter) -> dict[str, float]:
+        steps: list[Step] = []
+        chain = drafter.chain(depth)
+        for prompt in chosen:
+            room = chain.target.context - len(prompt)
+            if room < 1:
+                continue
+            decoder = Decoder(chain.target, chain)
+            decoder.add(Request(prompt, min(new_tokens, room)))
+            while not decoder.finished:
+                steps += decoder.step()
+        return figures_of(steps, depth)
+
+    return evaluate

@@ -1,0 +1,39 @@
+"""n-alpha from hand-made steps, and from real chains."""
+
+from __future__ import annotations
+
+import zoo
+
+from eyas.decode import Step
+from eyas.drafters.eagle2 import Method
+from eyas.target import Target
+from eyas.train.alpha import acceptance_by_depth, chain_figures, figures_of, last_prompt
+from eyas.train.data import Example
+
+
+def step(accepted: int, tokens: int, finish: str | None = None) -> Step:
+    return Step(1, tuple(range(tokens)), accepted, False, finish)
+
+
+def test_by_hand() -> None:
+    """Guards the definition: given that all earlier drafts were accepted; a cut at the end is no refusal."""
+    steps = [Step(1, (5,), 0, True, None), step(0, 1), step(2, 3), step(3, 4), step(1, 2), step(2, 2, "length")]
+    assert acceptance_by_depth(steps, 3) == [(5, 4), (4, 3), (2, 1)]
+    figures = figures_of(steps, 3)
+    assert figures["0-alpha"] == 4 / 5
+    assert figures["2-alpha"] == 1 / 2
+    assert figures["chain tau"] == 12 / 5
+
+
+def test_last_prompt() -> None:
+    """Guards where an answer begins: before the last stretch of counted tokens."""
+    counted = [False, True, True, False, False, True, True, False]
+    assert last_prompt(Example(list(range(8)), counted)) == (0, 1, 2, 3, 4)
+
+
+def test_from_real_chains() -> None:
+    """Guards the path that training takes."""
+    figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=12)(
+        Method.random(Target(zoo.FAMILIES["llama"]()))
+    )
+    assert 0 <= figures["0-alpha"] <= 1 <= figures["chain tau"]

@@ -1,0 +1,585 @@
+"""eyas.checkpoints: heads survive writing and reading bit by bit, and whatever is wrong with a file is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyas.checkpoints import Weights, expect, load, safeailab, save
+from eyas.errors import CheckpointError, InputError
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "vocab_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+
+
+def published(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A small head as it would be published: its config.json, with some keys changed, and fitting random tensors."""
+    config = CONFIG | changes
+    sizes = safeailab.shapes(safeailab.read_config(config))
+    random = torch.Generator().manual_seed(seed)
+    return config, {name: torch.randn(sizes[ours], generator=random) for name, ours in safeailab.NAMES.items() if ours in sizes}
+
+
+def put(folder: Path, config: Any = None, tensors: dict[str, Tensor] | None = None) -> Path:
+    """A folder with config.json and model.safetensors."""
+    usual = published()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(usual[0] if config is None else config))
+    save_file(usual[1] if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(error, match=says) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bias": False, "rope_theta": 500000.0},
+        {"qkv_bias": True, "head_dim": 6},
+        {
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {"eyas": {"method": "eagle1", "version": "0.1", "training": {"steps": 3}}},
+    ],
+    ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours"],
+)
+def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing."""
+    config, tensors = published(**changes)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    first = load(put(tmp_path / "a", config, tensors))
+    save(first, tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert same(first.tensors, again.tensors)
+    assert first.config == again.config
+    assert first.method == again.method == "eagle1"
+    assert same(load_file(tmp_path / "b" / "model.safetensors"), tensors)
+
+
+def test_names_are_paired_right(tmp_path: Path) -> None:
+    """Guards against two tensors of one shape whose names are swapped in both directions, which a round trip cannot notice."""
+    _, tensors = published(qkv_bias=True)
+    ours = load(put(tmp_path, CONFIG | {"qkv_bias": True}, tensors)).tensors
+    pairs = {
+        "layer.attention.q.weight": "layers.0.self_attn.q_proj.weight",
+        "layer.attention.k.weight": "layers.0.self_attn.k_proj.weight",
+        "layer.attention.v.bias": "layers.0.self_attn.v_proj.bias",
+        "layer.attention.o.weight": "layers.0.self_attn.o_proj.weight",
+        "layer.mlp.gate.weight": "layers.0.mlp.gate_proj.weight",
+        "layer.mlp.up.weight": "layers.0.mlp.up_proj.weight",
+        "layer.mlp_norm.weight": "layers.0.post_attention_layernorm.weight",
+        "embed.weight": "embed_tokens.weight",
+    }
+    for mine, theirs in pairs.items():
+        assert torch.equal(ours[mine], tensors[theirs]), mine
+
+
+def test_head_without_embedding(tmp_path: Path) -> None:
+    """Guards against refusing a head that leaves the embedding to the target."""
+    config, tensors = published()
+    del tensors["embed_tokens.weight"]
+    assert "embed.weight" not in load(put(tmp_path, config, tensors)).tensors
+
+
+def test_what_we_write_others_read(tmp_path: Path) -> None:
+    """Guards against a head of ours that readers of the published format misread, because they have other defaults than ours."""
+    save(load(put(tmp_path / "a", *published(bias=False))), tmp_path / "b")
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written == CONFIG | {
+        "model_type": "llama",
+        "head_dim": 2,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "bias": False,
+        "qkv_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+@needs_golden
+@pytest.mark.parametrize("name", ["head_eagle1_a", "head_eagle1_b_nobias"])
+def test_golden_heads(name: str, tmp_path: Path) -> None:
+    """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
+    safe = load(GOLDEN / name)
+    for file in ("config.json", "pytorch_model.bin"):
+        (tmp_path / file).write_bytes((GOLDEN / name / file).read_bytes())
+    binary = load(tmp_path)
+    assert same(safe.tensors, binary.tensors)
+    assert safe.config == binary.config
+    assert safe.config["fc_bias"] == ("fc.bias" in safe.tensors) == (name == "head_eagle1_a")
+    assert safe.config["rope_theta"] == (10000.0 if name == "head_eagle1_a" else 500000.0)
+    save(safe, tmp_path / "again")
+    assert same(load(tmp_path / "again").tensors, safe.tensors)
+
+
+@needs_golden
+@pytest.mark.parametrize("name", ["head_eagle3_b", "head_eagle3_b_fullvocab"])
+def test_golden_eagle3_heads_are_refused_by_name(name: str) -> None:
+    """Guards against reading an EAGLE-3 head as an EAGLE-1 head, or listing its tensors as if the file were broken."""
+    refused(GOLDEN / name, "EAGLE-3")
+
+
+@needs_golden
+def test_a_target_given_as_draft() -> None:
+    """Guards against a puzzling list of tensors for the commonest mix-up."""
+    refused(GOLDEN / "target_a", "whole language model.*give it as the target")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------------------
+
+
+def shard(folder: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
+    """Split tensors over two files with an index, as large heads are published."""
+    stem, end, write = ("model", "safetensors", save_file) if kind == "safetensors" else ("pytorch_model", "bin", torch.save)
+    names = sorted(tensors)
+    places = {name: f"{stem}-0000{1 + i % 2}-of-00002.{end}" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        write({name: tensors[name] for name in names if places[name] == file}, folder / file)
+    index = folder / f"{stem}.{end}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return index
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded_safetensors", "sharded_bin"])
+def test_kinds_of_files(tmp_path: Path, kind: str) -> None:
+    """Guards against reading one kind of file only, or only some of the shards."""
+    config, tensors = published()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if kind == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+    elif kind == "bin":
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        shard(tmp_path, kind.removeprefix("sharded_"), tensors)
+    assert same(load(tmp_path).tensors, {safeailab.NAMES[name]: tensor for name, tensor in tensors.items()})
+
+
+def test_safetensors_go_first(tmp_path: Path) -> None:
+    """Guards against opening a pickle where there is no need to."""
+    put(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not a pickle at all")
+    load(tmp_path)
+
+
+def test_bin_runs_no_code(tmp_path: Path) -> None:
+    """Guards against a pickle that runs code when it is loaded."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+            return (Path.touch, (tmp_path / "was_run",))  # type: ignore[return-value]
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin is corrupt, truncated or holds more than tensors")
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("held", [[torch.zeros(2)], {"state": {"fc.weight": torch.zeros(2)}}, {3: torch.zeros(2)}])
+def test_bin_without_named_tensors(tmp_path: Path, held: Any) -> None:
+    """Guards against a training checkpoint taken for a head."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin holds no dict from names to tensors")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_truncated_weights(tmp_path: Path, name: str, keep: int) -> None:
+    """Guards against a traceback, or silently short tensors, after a broken download."""
+    config, tensors = published()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if name.endswith("bin"):
+        torch.save(tensors, tmp_path / name)
+    else:
+        save_file(tensors, tmp_path / name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:keep])
+    refused(tmp_path, f"{name} is corrupt")
+
+
+def test_corrupt_weights(tmp_path: Path) -> None:
+    """Guards against a web page that was saved under the name of the weights."""
+    put(tmp_path)
+    (tmp_path / "model.safetensors").write_text("<!DOCTYPE html><html>" + "x" * 500)
+    refused(tmp_path, "model.safetensors is corrupt")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_bad_indices(tmp_path: Path, kind: str) -> None:
+    """Guards against a missing shard, a promised tensor that no shard holds, a path out of the folder, an index that is none."""
+    config, tensors = published()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = shard(tmp_path, kind, tensors)
+    good = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": good["weight_map"] | {"norm.weight": next(iter(good["weight_map"].values()))}}))
+    refused(tmp_path, r"no shard holds: norm\.weight")
+    index.write_text(json.dumps({"weight_map": good["weight_map"] | {"fc.bias": "../../secrets.bin"}}))
+    refused(tmp_path, "outside the folder")
+    index.write_text(json.dumps({"weight_map": ["a"]}))
+    refused(tmp_path, 'no "weight_map"')
+    index.write_text("{")
+    refused(tmp_path, "index.json cannot be read")
+    index.write_text(json.dumps(good))
+    load(tmp_path)
+    lost = good["weight_map"]["fc.weight"]
+    (tmp_path / lost).unlink()
+    refused(tmp_path, f"{lost}, which is missing")
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    """Guards against tracebacks for what people type: a file, a folder that is not there, an empty one, one without weights."""
+    head = put(tmp_path / "head")
+    refused(head / "model.safetensors", "this is a file; give the folder")
+    refused(tmp_path / "nowhere", "there is no such folder")
+    refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is no hub id \(owner/name\)")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "the folder has no config.json")
+    (head / "model.safetensors").unlink()
+    refused(head, "the folder has no weights")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\udcff", ""])
+def test_bad_config_json(tmp_path: Path, text: str) -> None:
+    """Guards against a traceback for a config.json that is cut off, no object, or no UTF-8."""
+    put(tmp_path)
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    refused(tmp_path, "config.json (cannot be read|holds no JSON object)")
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """Stands in for the hub: gives the files of a folder that match, and remembers what it was asked."""
+
+    def __init__(self, holds: Path, cache: Path) -> None:
+        self.holds, self.cache, self.asked = holds, cache / "0123abc", []
+
+    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        self.asked.append((repo_id, revision))
+        self.cache.mkdir(parents=True, exist_ok=True)
+        for pattern in allow_patterns:
+            for file in self.holds.glob(pattern):
+                (self.cache / file.name).write_bytes(file.read_bytes())
+        return str(self.cache)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Guards against fetching the weights twice (both kinds), or fetching everything else that lies in a repository."""
+    head = put(tmp_path / "head")
+    torch.save(published()[1], head / "pytorch_model.bin")
+    (head / "huge.onnx").write_bytes(b"0")
+    if kind == "bin":
+        (head / "model.safetensors").unlink()
+    hub = Hub(head, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    weights = load("someone/some-head", revision="v2")
+    assert set(hub.asked) == {("someone/some-head", "v2")}
+    assert weights.source == "someone/some-head@0123abc"
+    expected = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    assert {file.name for file in hub.cache.iterdir()} == {"config.json", expected}
+
+
+def test_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against asking the hub for what lies here, and against a revision that is silently not used."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "someone" / "some-head")
+    assert load("someone/some-head").source == "someone/some-head"
+    with pytest.raises(InputError, match="revision 'v2' is for a hub id"):
+        load("someone/some-head", revision="v2")
+
+
+def test_hub_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a page of traceback on a machine without network. Offline mode is the hub client's own switch: nothing is sent."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    refused("someone/some-head", "no such folder here, and the hub cannot be reached")
+
+
+def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the hub client's many kinds of error, some of several lines, ending as a traceback."""
+
+    def failing(*_: Any, **__: Any) -> str:
+        raise RuntimeError("the line broke\nin the middle")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    refused("someone/some-head", r"fetching it from the hub failed \(RuntimeError: the line broke\)")
+
+
+# --- what is in a head -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_difference_is_named(tmp_path: Path) -> None:
+    """Guards against a head that loads in part, and against errors that come one at a time."""
+    config, tensors = published()
+    del tensors["fc.bias"]
+    tensors["layers.0.mlp.up_proj.weight"] = torch.zeros(3, 8)
+    tensors["norm.weight"] = torch.zeros(8)
+    said = refused(put(tmp_path, config, tensors), "the tensors are not what config.json says")
+    for part in ("missing fc.bias [8]", "unexpected norm.weight [8]", "layers.0.mlp.up_proj.weight is [3, 8] and should be [12, 8]"):
+        assert part in said
+
+
+def test_fc_bias_follows_the_config(tmp_path: Path) -> None:
+    """Guards against guessing the bias from the file: a head whose config denies its bias is a broken head."""
+    _, tensors = published()
+    refused(put(tmp_path, CONFIG | {"bias": False}, tensors), r"unexpected fc\.bias")
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("layers.1.mlp.up_proj.weight", "has one layer, layers.0; this file has layers 0, 1"),
+        ("layers.0.input_layernorm.weight", "has no layers.0.input_layernorm.weight"),
+        ("midlayer.hidden_norm.weight", "EAGLE-3"),
+        ("d2t", "EAGLE-3"),
+    ],
+)
+def test_other_nets(tmp_path: Path, extra: str, says: str) -> None:
+    """Guards against running a deeper or differently normed head as if it were an EAGLE-1 head."""
+    config, tensors = published()
+    refused(put(tmp_path, config, tensors | {extra: torch.zeros(8)}), says)
+
+
+def test_number_of_layers_comes_from_the_names(tmp_path: Path) -> None:
+    """Guards against trusting num_hidden_layers, which published configs leave at the target's."""
+    load(put(tmp_path, CONFIG | {"num_hidden_layers": 40}))
+
+
+def test_quantised_head(tmp_path: Path) -> None:
+    """Guards against integers that are taken for weights."""
+    config, tensors = published()
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
+    refused(put(tmp_path, config, tensors), r"not floating point: fc\.weight \(torch\.int8\)")
+
+
+def test_unknown_format(tmp_path: Path) -> None:
+    """Guards against taking any folder of tensors for a head."""
+    refused(
+        put(tmp_path, CONFIG, {"0.linear.weight": torch.zeros(2)}), "not a draft head of a format known here; it holds 1 tensors: 0.linear"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, {"rope_theta": 10000.0, "rope_scaling": None, "fc_bias": True, "qkv_bias": False, "num_kv_heads": 2, "head_dim": 2}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"hidden_size": 52 * 4, "num_attention_heads": 52, "num_key_value_heads": 13}, {"num_kv_heads": 13, "head_dim": 4}),
+        ({"max_position_embeddings": None, "max_sequence_length": 1024}, {"max_positions": 1024}),
+        ({"max_position_embeddings": None}, {"max_positions": 2048}),
+        ({"rope_theta": 500000}, {"rope_theta": 500000.0}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6, "rope_scaling": None}),
+        ({"rope_scaling": {"type": "default"}}, {"rope_scaling": None}),
+        ({"head_dim": 16}, {"head_dim": 16}),
+        ({"rms_norm_eps": None}, {"rms_eps": 1e-6}),
+    ],
+)
+def test_config_as_published(changes: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Guards against wrong defaults: what a published config leaves out has the meaning that its authors' code gives it."""
+    config = safeailab.read_config(CONFIG | changes)
+    assert {key: config[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama3_rope_is_handed_on(key: str) -> None:
+    """Guards against a head with scaled RoPE that is run with plain RoPE: it would still load, and accept less."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = safeailab.read_config(CONFIG | {"rope_theta": 500000.0, key: scaling})
+    assert config["rope_scaling"] == scaling
+    assert config["rope_theta"] == 500000.0
+    del scaling["factor"]
+    with pytest.raises(CheckpointError, match="has no factor"):
+        safeailab.read_config(CONFIG | {key: scaling})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": "8"}, "hidden_size '8'; it must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size 0"),
+        ({"num_attention_heads": True}, "num_attention_heads True"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "no multiple of its 3 attention heads"),
+        ({"num_key_value_heads": 3}, "no multiple of its 3 key-value heads"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only silu"),
+        ({"bias": 1}, "bias 1; it must be true or false"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps -1"),
+        ({"rope_theta": "big"}, "rope_theta 'big'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE of type 'linear'; known here: default, llama3"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope'"),
+        ({"rope_scaling": 2.0}, "rope_scaling 2.0; it must be an object"),
+    ],
+)
+def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
+    """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in a net."""
+    with pytest.raises(CheckpointError, match=says):
+        safeailab.read_config(CONFIG | changes)
+
+
+def test_expect(tmp_path: Path) -> None:
+    """Guards against a drafter that loads what it has no place for; and against the optional embedding being demanded or unchecked."""
+    weights = load(put(tmp_path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+    expect(weights, shapes, set())
+    without = dataclasses.replace(weights, tensors={k: v for k, v in weights.tensors.items() if k != "embed.weight"})
+    expect(without, shapes, {"embed.weight"})
+    with pytest.raises(CheckpointError, match=r"embed\.weight is \[20, 8\] and should be \[21, 8\]"):
+        expect(weights, shapes | {"embed.weight": (21, 8)}, {"embed.weight"})
+    wanted = {k: v for k, v in shapes.items() if k != "fc.bias"} | {"norm.weight": (8,), "fc.weight": (8, 24)}
+    with pytest.raises(CheckpointError) as caught:
+        expect(weights, wanted, set())
+    assert str(caught.value) == (
+        f"draft head {tmp_path} does not fit eagle1: "
+        "missing norm.weight [8]; unexpected fc.bias [8]; fc.weight is [8, 16] and should be [8, 24]"
+    )
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Weights:
+    return load(put(tmp_path / "source"))
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """For a while no file of this process may grow over 1,000 bytes: a full disk, as far as a writer can tell."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_save_leaves_other_files_alone(tmp_path: Path, head: Weights) -> None:
+    """Guards against a folder that is replaced as a whole, with a user's logs or resume state in it; and against rubbish left behind."""
+    folder = tmp_path / "new" / "head"
+    folder.mkdir(parents=True)
+    (folder / "train.log").write_text("kept")
+    (folder / "config.json").write_text("old")
+    save(head, folder)
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "train.log"]
+    assert same(load(folder).tensors, head.tensors)
+
+
+def test_failed_save_leaves_the_older_head(tmp_path: Path, head: Weights) -> None:
+    """Guards against a good head destroyed by a save that fails half-way, here because no file may grow (a real failure of writing)."""
+    save(head, tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    other = dataclasses.replace(head, tensors={k: v + 1 for k, v in head.tensors.items()})
+    with small_files(), pytest.raises(InputError, match=r"cannot write the draft head to .* MB\): .*; choose another folder"):
+        save(other, tmp_path / "out")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_interrupted_save_leaves_the_older_head(tmp_path: Path, head: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against Ctrl-C in the middle of a save."""
+    save(head, tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(dataclasses.replace(head, tensors={k: v + 1 for k, v in head.tensors.items()}), tmp_path / "out")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("number", ["ENOSPC", "os error 28"])
+def test_no_space_left(tmp_path: Path, head: Weights, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    """Guards against a traceback when the disk is full, whether Python or the safetensors library notices."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device") if number == "ENOSPC" else SafetensorError("I/O error (os error 28)")
+
+    monkeypatch.setattr("eyas.checkpoints._files.save_file", full)
+    with pytest.raises(InputError, match="no space left on the device"):
+        save(head, tmp_path / "out")
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path, head: Weights) -> None:
+    """Guards against a traceback for an output path that leads through a file, or is one."""
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "head"):
+        with pytest.raises(InputError, match="cannot write the draft head to"):
+            save(head, folder)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_shared_and_strided_tensors(tmp_path: Path, head: Weights) -> None:
+    """Guards against a net with tied or transposed parameters that cannot be saved."""
+    tied, strided = torch.nn.Parameter(torch.randn(8)), torch.randn(8, 4).T
+    tensors = head.tensors | {"fc.bias": tied, "layer.mlp_norm.weight": tied, "layer.attention.k.weight": strided}
+    save(dataclasses.replace(head, tensors=tensors), tmp_path / "out")
+    assert same(load(tmp_path / "out").tensors, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def test_method_without_a_format(tmp_path: Path, head: Weights) -> None:
+    """Guards against a head written in a format that cannot hold it."""
+    with pytest.raises(CheckpointError, match="no format here can hold a head of method 'eagel1'; did you mean eagle1"):
+        save(dataclasses.replace(head, method="eagel1"), tmp_path / "out")
+
+
+def test_saving_a_head_that_contradicts_its_config_is_a_fault_of_ours(tmp_path: Path, head: Weights) -> None:
+    """Guards against publishing a head that `load` refuses."""
+    with pytest.raises(AssertionError, match=r"unexpected fc\.bias"):
+        save(dataclasses.replace(head, config=head.config | {"fc_bias": False}), tmp_path / "out")

@@ -1,0 +1,518 @@
+"""eyas.text on real tokenizers of every kind, built here: what streams is what `decode` gives, stop strings cut where a search would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from eyas import text as room
+from eyas.errors import InputError
+from eyas.text import Detokeniser, StopStrings, encode, render
+
+NESTLING = Path(__file__).parents[1].parent / "shared" / "models" / "nestling"
+
+SENTENCES = [
+    "The young hawk, still in the nest, looks at the sky.  It doesn't fly yet!",
+    "I would like to book a table for four people, please; at 7:30 p.m.",
+    "她在看天空。今天天气很好,我们去公园散步吧。",
+    "空を見ている。東京 タワー",
+    "Cafe\u0301 nai\u0308ve: combining marks; e\u0301 is not é.",
+    "emoji 😀😃 and families 👩\u200d👩\u200d👧 and flags 🇫🇷",
+    "lines\n\n  indented\tcode(x) == [1, 2, 3]\r\n",
+]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "<u>{{ m['role'] }}: {{ m['content'] }}</u>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def _byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.add_tokens(
+        [AddedToken("é", normalized=False), AddedToken(" two words ", normalized=False), AddedToken("天空", normalized=False)]
+    )
+    return tokenizer
+
+
+def _byte_fallback(decoder: Any) -> Tokenizer:
+    """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no token."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    latin = [sentence for sentence in SENTENCES if sentence.isascii()]
+    tokenizer.train_from_iterator(latin, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    learnt = tokenizer.get_vocab()
+    merges = [pair for pair in _merges(tokenizer) if pair[0] in learnt]
+    pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁▁", "▁▁▁"]
+    pieces += [piece for piece in sorted(learnt, key=lambda piece: learnt[piece]) if piece not in set(pieces)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    full = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    full.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    full.decoder = decoder
+    return full
+
+
+def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    return [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def _llama(spaces: int = 1) -> Tokenizer:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", spaces, 0)]
+    return _byte_fallback(decoders.Sequence(steps))
+
+
+def _gemma() -> Tokenizer:
+    return _byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+
+
+def _metaspace_bytes() -> Tokenizer:
+    return _byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+
+
+def _word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(SENTENCES, trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]"], show_progress=False))
+    return tokenizer
+
+
+def _unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return tokenizer
+
+
+def _end_of_word() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return tokenizer
+
+
+def _words() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(SENTENCES, trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False))
+    return tokenizer
+
+
+def _wrapped(tokenizer: Tokenizer, kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<u>", "</u>", "<a>")])
+    return kind(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
+MAKERS = {
+    "byte_level": _byte_level,
+    "llama": _llama,
+    "two_leading_spaces": lambda: _llama(2),
+    "gemma": _gemma,
+    "metaspace_bytes": _metaspace_bytes,
+    "word_piece": _word_piece,
+    "unigram": _unigram,
+    "end_of_word": _end_of_word,
+    "no_decoder": _words,
+}
+TOKENIZERS = {name: _wrapped(make()) for name, make in MAKERS.items()}
+KINDS = st.sampled_from(sorted(TOKENIZERS))
+SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+class Foreign(PreTrainedTokenizerFast):
+    """A tokenizer that decodes in a way of its own: only the window can serve it."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs)
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def streamed(tokenizer: Any, ids: list[int]) -> str:
+    """The whole text by pieces; on the way, after every token, what is out and what is held back must be the text so far."""
+    detokeniser, out = Detokeniser(tokenizer), ""
+    for n, token_id in enumerate(ids, start=1):
+        out += detokeniser.feed(token_id)
+        assert out + detokeniser.tail() == decode(tokenizer, ids[:n])
+    return out + detokeniser.flush()
+
+
+@st.composite
+def ids_of(draw: st.DrawFn, name: str) -> list[int]:
+    """Ids of text, ids at random, and runs of the tokens where decoders have their rules."""
+    tokenizer = TOKENIZERS[name]
+    vocab = tokenizer.get_vocab()
+    odd = sorted(i for piece, i in vocab.items() if piece.startswith(("<", "▁▁", "##")) or len(piece) == 1 or not piece.isascii())
+    part = st.one_of(
+        st.text(max_size=12).map(lambda t: tokenizer(t)["input_ids"]),
+        st.sampled_from(SENTENCES).map(lambda t: tokenizer(t)["input_ids"]),
+        st.lists(st.integers(0, len(tokenizer) + 3), max_size=12),
+        st.lists(st.sampled_from(odd), max_size=12),
+    )
+    return [i for ids in draw(st.lists(part, max_size=4)) for i in ids]
+
+
+# --- incremental detokenising ----------------------------------------------------------------------------------------------------------
+
+
+@SETTINGS
+@given(st.data(), KINDS)
+def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
+    """Guards against streamed text that differs from plain decoding: lost or doubled spaces, cut characters, byte runs shown too early."""
+    ids = data.draw(ids_of(name))
+    assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
+
+
+@SETTINGS
+@given(st.text(max_size=60), KINDS)
+@example("  leading spaces", "llama")
+@example("é" * 30 + "😀", "gemma")
+def test_text_survives(text: str, name: str) -> None:
+    """Guards against an engine that is right on odd ids but not on ordinary text (of any script, in any tokenizer)."""
+    ids = TOKENIZERS[name](text)["input_ids"]
+    assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
+
+
+@SETTINGS
+@given(st.lists(st.integers(0, 255), max_size=24), st.sampled_from(["byte_level", "llama", "gemma", "metaspace_bytes"]))
+@example([0xF0, 0x9F, 0x98], "llama")
+@example([0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80, 0xC0, 0xAF], "byte_level")
+def test_any_bytes(codes: list[int], name: str) -> None:
+    """Guards against counting replacement characters otherwise than `decode` does for bytes that are no UTF-8."""
+    tokenizer = TOKENIZERS[name]
+    letters = {code: letter for letter, code in room._byte_of_character().items()}
+    pieces = [letters[code] if name == "byte_level" else f"<0x{code:02X}>" for code in codes]
+    ids = [tokenizer.get_vocab()[piece] for piece in pieces]
+    assert streamed(tokenizer, ids) == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "two_leading_spaces", "gemma", "metaspace_bytes"])
+@pytest.mark.parametrize("begin", [["▁"], ["▁", "▁"], ["▁▁"], ["<0x20>"], ["▁", "<0x20>"], ["<0x20>", "▁"]])
+def test_leading_spaces(name: str, begin: list[str]) -> None:
+    """Guards against taking the first space off a token instead of off the text, when the text begins with tokens that are all space."""
+    tokenizer = TOKENIZERS[name]
+    vocab = tokenizer.get_vocab()
+    first = next(i for piece, i in sorted(vocab.items()) if piece[0] == "▁" and piece[1:].isalpha())
+    ids = [*(vocab[piece] for piece in begin), first, first]
+    assert streamed(tokenizer, ids) == decode(tokenizer, ids)
+
+
+def test_end_of_word_inside_a_token() -> None:
+    """Guards against showing a token as if it were the last one, where a decoder writes a last token otherwise."""
+    tokenizer = Tokenizer(models.WordLevel({"a</w>b": 0, "c</w>": 1}))
+    tokenizer.decoder = decoders.BPEDecoder()
+    for ids in ([0], [0, 0], [0, 1, 0], [1, 1]):
+        assert streamed(_wrapped(tokenizer), ids) == decode(_wrapped(tokenizer), ids)
+
+
+def test_each_kind_has_its_engine() -> None:
+    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven."""
+    engines = {name: type(Detokeniser(tokenizer)._engine) for name, tokenizer in TOKENIZERS.items()}
+    assert engines.pop("byte_level") is room._Bytes
+    assert set(engines.values()) == {room._Pieces}
+    assert type(Detokeniser(_wrapped(_llama(), Foreign))._engine) is room._Window
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.CTC(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.Fuse(), decoders.Metaspace()]),
+    ],
+    ids=["ctc", "replace_after_fuse", "strip_at_the_end", "metaspace_after_fuse"],
+)
+def test_decoders_that_are_not_local_go_to_the_window(decoder: Any) -> None:
+    """Guards against decoding piece by piece where one token's text depends on another's."""
+    tokenizer = _byte_fallback(decoder)
+    assert type(Detokeniser(_wrapped(tokenizer))._engine) is room._Window
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "unigram", "word_piece"])
+def test_window_on_ordinary_text(name: str) -> None:
+    """Guards against a fallback that is wrong on what people write, byte tokens, first spaces and special tokens included."""
+    tokenizer = _wrapped(MAKERS[name](), Foreign)
+    for sentence in SENTENCES:
+        ids = tokenizer(sentence)["input_ids"]
+        ids = [tokenizer.bos_token_id] * 20 + ids + [tokenizer.eos_token_id] * 20 + ids
+        detokeniser = Detokeniser(tokenizer)
+        assert "".join(map(detokeniser.feed, ids)) + detokeniser.flush() == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "unigram", "word_piece", "no_decoder"])
+def test_nothing_is_held_without_need(name: str) -> None:
+    """Guards against streaming that is correct but a token late."""
+    tokenizer = TOKENIZERS[name]
+    detokeniser = Detokeniser(tokenizer)
+    for token_id in tokenizer("The young hawk looks at the sky")["input_ids"]:
+        detokeniser.feed(token_id)
+        assert detokeniser.tail() == ""
+
+
+@pytest.mark.parametrize("name", ["llama", "word_piece", "end_of_word"])
+def test_work_per_token_is_bounded(name: str) -> None:
+    """Guards against decoding the whole text again at every token (quadratic time in a long answer)."""
+    detokeniser = Detokeniser(TOKENIZERS[name])
+    engine: Any = detokeniser._engine
+    inner, sizes = engine._decode, []
+
+    def counting(pieces: list[str]) -> str:
+        sizes.append(len(pieces))
+        return inner(pieces)
+
+    engine._decode = counting
+    ids = TOKENIZERS[name]("The young hawk looks at the sky. " * 20)["input_ids"]
+    for token_id in ids:
+        detokeniser.feed(token_id)
+    assert max(sizes) <= 3
+    assert len(sizes) <= 4 * len(ids)
+
+
+def test_window_work_is_bounded() -> None:
+    """Guards against the same in the fallback, also when nothing but special tokens or broken characters come."""
+    sizes: list[int] = []
+
+    class Counting(Foreign):
+        def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            sizes.append(len(token_ids))
+            return super().decode(token_ids, *args, **kwargs)
+
+    tokenizer = _wrapped(_byte_level(), Counting)
+    detokeniser = Detokeniser(tokenizer)
+    broken = tokenizer.get_vocab()["ł"]
+    for token_id in [tokenizer.bos_token_id] * 50 + [broken] * 50 + tokenizer("hawk " * 50)["input_ids"]:
+        detokeniser.feed(token_id)
+    assert max(sizes) <= 34  # twice: eight without text, one, eight held back
+
+
+def test_feeding_after_flush_is_a_fault_of_ours() -> None:
+    """Guards against a stream that is closed and goes on silently."""
+    detokeniser = Detokeniser(TOKENIZERS["llama"])
+    detokeniser.flush()
+    with pytest.raises(AssertionError):
+        detokeniser.feed(3)
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------------------------
+
+
+def naive(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str, str | None]:
+    """(tokens until the hit, text shown, stop string) by searching the whole text again after every token, character by character."""
+    for n in range(len(ids) + 1):
+        text = decode(tokenizer, ids[:n])
+        for end in range(1, len(text) + 1):
+            found = [stop for stop in stops if text[:end].endswith(stop)]
+            if found:
+                stop = max(found, key=len)
+                return n, text[: end - len(stop)], stop
+    return len(ids), decode(tokenizer, ids), None
+
+
+def stopped(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str, str | None]:
+    watcher, out = StopStrings(tokenizer, stops), ""
+    for n, token_id in enumerate(ids, start=1):
+        piece = watcher.feed(token_id)
+        out += piece.text
+        if piece.hit is not None:
+            assert watcher.flush() == ""
+            return n, out, piece.hit
+    return len(ids), out + watcher.flush(), None
+
+
+@SETTINGS
+@given(st.data(), KINDS)
+def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:
+    """Guards against a stop string that is missed across tokens, found late, or shown in part; and against text lost when there is none."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(ids_of(name))
+    text = decode(tokenizer, ids)
+    places = st.tuples(st.integers(0, max(len(text) - 1, 0)), st.integers(1, 8))
+    cut = places.map(lambda place: text[place[0] : place[0] + place[1]])
+    stops = data.draw(st.lists(st.one_of(cut, st.text("ab <éu. ", max_size=3)).filter(bool), max_size=4))
+    assert stopped(tokenizer, ids, stops) == naive(tokenizer, ids, stops)
+
+
+def test_overlapping_stops_in_one_token() -> None:
+    """Guards against the text depending on how it was cut into tokens when several stop strings are completed at once."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "a": 1, "b": 2, "c": 3, "d": 4, "xabcd": 5}))
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = _wrapped(tokenizer)
+    for ids in ([5], [0, 1, 2, 3, 4]):
+        assert stopped(wrapped, ids, ["abcd", "bc"])[1:] == ("xa", "bc")
+        assert stopped(wrapped, ids, ["c", "bc", "abc"])[1:] == ("x", "abc")
+
+
+def test_only_a_beginning_is_held_back() -> None:
+    """Guards against text that is held back although it can no longer become a stop string."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}))
+    tokenizer.decoder = decoders.Fuse()
+    watcher = StopStrings(_wrapped(tokenizer), ["aab"])
+    assert [watcher.feed(i).text for i in (0, 0, 0, 2, 1, 0)] == ["", "", "a", "aac", "b", ""]
+    assert watcher.flush() == "a"
+
+
+def test_stop_inside_a_run_of_bytes() -> None:
+    """Guards against a stop string in byte tokens that is seen only after the token that follows them."""
+    tokenizer = TOKENIZERS["llama"]
+    ids = [tokenizer.get_vocab()[f"<0x{byte:02X}>"] for byte in "天空。".encode()]
+    assert stopped(tokenizer, ids, ["空"]) == (6, "天", "空")
+
+
+def test_without_stops_it_is_the_detokeniser() -> None:
+    """Guards against two code paths for streaming."""
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer(SENTENCES[5])["input_ids"]
+    for stops in (None, []):
+        watcher, detokeniser = StopStrings(tokenizer, stops), Detokeniser(tokenizer)
+        assert [watcher.feed(i).text for i in ids] == [detokeniser.feed(i) for i in ids]
+        assert watcher.flush() == detokeniser.flush()
+
+
+def test_a_single_stop_string_is_not_read_as_its_letters() -> None:
+    """Guards against stops="END" stopping at the first E."""
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer("East END of town")["input_ids"]
+    assert stopped(tokenizer, ids, "END")[1:] == ("East ", "END")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stops", "says"),
+    [
+        ([""], "stop string 1 is empty"),
+        (["a", ""], "stop string 2 is empty"),
+        ("", "is empty"),
+        ([3], "of type int"),
+        (7, "of type int"),
+        (b"a", "bytes"),
+    ],
+)
+def test_bad_stops(stops: Any, says: str) -> None:
+    """Guards against an empty stop string, which would stop everything, or a number that fails later with a traceback."""
+    with pytest.raises(InputError, match=says):
+        StopStrings(TOKENIZERS["llama"], stops)
+
+
+# --- prompts and chats -----------------------------------------------------------------------------------------------------------------
+
+
+def chatting() -> PreTrainedTokenizerFast:
+    tokenizer = _wrapped(_byte_level())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_render_gives_the_templates_ids() -> None:
+    """Guards against handing on the dictionary that newer transformers return, or special tokens added twice."""
+    tokenizer = chatting()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello 😀"}]
+    ids = render(tokenizer, messages)
+    assert all(type(i) is int for i in ids)
+    assert tokenizer.decode(ids) == "<u>system: Be kind.</u><u>user: Hello 😀</u><a>"
+    assert render(tokenizer, messages, add_generation_prompt=False) == ids[:-1]
+
+
+def test_render_leaves_the_messages_alone() -> None:
+    """Guards against a chat whose messages a template call changes."""
+    messages = [{"role": "user", "content": " Hello ", "name": None}]
+    render(chatting(), messages)
+    assert messages == [{"role": "user", "content": " Hello ", "name": None}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "the list of messages is empty"),
+        ("Hello", "must be a list"),
+        ({"role": "user", "content": "Hello"}, "must be a list"),
+        (["Hello"], "message 1 must be a dict"),
+        ([{"content": "Hello"}], 'message 1 has no "role"'),
+        ([{"role": "user"}], 'message 1 has no "content"'),
+        ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], "it is of type list"),
+        ([{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),
+        ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
+        ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            "chat template refuses these messages: system comes first",
+        ),
+    ],
+)
+def test_bad_messages(messages: Any, says: str) -> None:
+    """Guards against a traceback, or a silently odd prompt, for a malformed chat."""
+    with pytest.raises(InputError, match=says) as caught:
+        render(chatting(), messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_chat_template() -> None:
+    """Guards against the tokenizer's own several-line error."""
+    with pytest.raises(InputError, match="no chat template: pass a plain prompt or token ids"):
+        render(TOKENIZERS["llama"], [{"role": "user", "content": "Hello"}])
+
+
+def test_broken_template() -> None:
+    """Guards against a template error that escapes as a fault of ours."""
+    tokenizer = chatting()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.missing() }}{% endfor %}"
+    with pytest.raises(InputError, match="chat template refuses"):
+        render(tokenizer, [{"role": "user", "content": "Hello"}])
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(InputError, match="chat template refuses"):
+        render(tokenizer, [{"role": "user", "content": "Hello"}])
+
+
+def test_template_that_says_nothing() -> None:
+    """Guards against an empty prompt that comes from a template."""
+    tokenizer = chatting()
+    tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(InputError, match="makes no token"):
+        render(tokenizer, [{"role": "user", "content": "Hello"}])
+
+
+def test_encode() -> None:
+    """Guards against losing the special tokens that a tokenizer adds to a raw prompt."""
+    tokenizer = TOKENIZERS["byte_level"]
+    assert encode(tokenizer, "Hello") == tokenizer("Hello")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"), [("", "the prompt is empty"), (None, "is None"), ("\udc00", "not valid Unicode"), (b"a", "bytes")]
+)
+def test_bad_prompts(prompt: Any, says: str) -> None:
+    """Guards against an empty prompt, on which a model has nothing to say, and against the tokenizer's own type errors."""
+    with pytest.raises(InputError, match=says):
+        encode(TOKENIZERS["byte_level"], prompt)
+
+
+# --- a trained chat model's tokenizer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not NESTLING.is_dir(), reason="needs ../shared/models/nestling")
+def test_nestling() -> None:
+    """Guards against our own tokenizers being too simple: the same checks on one that was trained on chats."""
+    tokenizer = AutoTokenizer.from_pretrained(NESTLING)
+    ids = render(tokenizer, [{"role": "user", "content": "Hello 😀"}, {"role": "assistant", "content": "天空 é\u0301"}])
+    assert tokenizer.decode(ids).endswith("<|assistant|>\n")
+    for sentence in SENTENCES:
+        ids += encode(tokenizer, sentence)
+    assert streamed(tokenizer, ids) == decode(tokenizer, ids)
+    for stops in (["天气"], ["still in", "the nest"], ["\n\n"], ["nowhere"], ["😃", "👩"]):
+        assert stopped(tokenizer, ids, stops) == naive(tokenizer, ids, stops)

@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    with (gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")) as f:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as f:
         yield from f
 
 
@@ -265,7 +265,8 @@ def main() -> None:
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),
         ("--init", dict(choices=["random", "model"], default="random")), ("--minutes", dict(type=float, default=75)),
-        ("--long-minutes", dict(type=float, default=15)), ("--lr", dict(type=float, default=2e-3)), ("--warmup", dict(type=int, default=60)),
+        ("--long-minutes", dict(type=float, default=15)), ("--lr", dict(type=float, default=2e-3)),
+        ("--warmup", dict(type=int, default=60)),
         ("--batch-tokens", dict(type=int, default=8192)), ("--threads", dict(type=int, default=os.cpu_count())),
         ("--compile", dict(action="store_true")),
     )  # fmt: skip

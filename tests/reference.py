@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from eyas.decode import Decoder, Request, Step
 from eyas.drafters import Drafter, DraftSession, Roots
-from eyas.sampling import Noise, Sampling, process
+from eyas.sampling import Noise, process
 from eyas.target import Target
 from eyas.tree import Draft, Tree
 
@@ -63,7 +63,9 @@ class OracleSession(DraftSession):
             done = int(roots.position_B[b]) - len(self.prompt[b]) + 1  # tokens of the answer already emitted
             row_parents, row_tokens, level, right = [-1], [root], [0], [True]
             for _ in range(1, N):
-                parent = self.random.choice([n for n in range(len(level)) if level[n] < depth] + [max(n for n in range(len(level)) if right[n] and level[n] < depth)] * 3)
+                open_nodes = [n for n in range(len(level)) if level[n] < depth]
+                deepest_right = max(n for n in open_nodes if right[n])
+                parent = self.random.choice([*open_nodes, *[deepest_right] * 3])
                 used = {row_tokens[n] for n in range(len(level)) if row_parents[n] == parent}
                 true = answer[done + level[parent]] if right[parent] and 0 <= done + level[parent] < len(answer) else None
                 if true is not None and true not in used and self.random.random() < 0.8:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
-from reference import Oracle, plain_decode, run
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+import zoo
 from eyas import drafters
 from eyas.decode import Decoder, Request
 from eyas.errors import FitError, InputError, ModelError
 from eyas.sampling import Sampling
 from eyas.target import Target
+from reference import Oracle, plain_decode, run
 
 PROMPT = (5, 9, 100, 3, 77, 12)
 
@@ -129,7 +129,11 @@ def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
         logits_processor=LogitsProcessorList(processors),
     )[0, len(PROMPT) :].tolist()  # fmt: skip
-    for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle2").random(target, seed=4), drafters.find("eagle1").random(target)):
+    for method in (
+        Oracle(target, {PROMPT: theirs}),
+        drafters.find("eagle2").random(target, seed=4),
+        drafters.find("eagle1").random(target),
+    ):
         assert run(Decoder(target, method), [Request(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
 
 
@@ -137,7 +141,8 @@ def test_own_penalty_equals_generate(target: Target) -> None:
     """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
     ids = torch.tensor([PROMPT])
     theirs = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0, repetition_penalty=1.4
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
+        repetition_penalty=1.4,
     )[0, len(PROMPT) :].tolist()  # fmt: skip
     request = Request(PROMPT, 30, Sampling(repetition_penalty=1.4))
     for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle1").random(target)):

@@ -10,19 +10,25 @@ from functools import cache
 
 import pytest
 import torch
-import zoo
-from reference import Oracle, plain_decode, run
 from transformers import PreTrainedModel
 
+import zoo
 from eyas import drafters
 from eyas.decode import Decoder, Request
 from eyas.drafters import Drafter
+from eyas.drafters._base import options_from
 from eyas.sampling import Sampling
 from eyas.target import Target
+from reference import Oracle, plain_decode, run
 
 NEW = 24
 GREEDY = Sampling()
-LAWS = (GREEDY, Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, min_p=0.05, repetition_penalty=1.2, seed=5))
+LAWS = (
+    GREEDY,
+    Sampling(1.0, seed=3),
+    Sampling(0.7, top_k=20, top_p=0.9, seed=4),
+    Sampling(1.3, min_p=0.05, repetition_penalty=1.2, seed=5),
+)
 
 
 @cache
@@ -69,8 +75,6 @@ OPTIONS = {"eagle1": {"tree.choices": "reference"}, "eagle2": {"tree.nodes": 14,
 def make(name: str, target: Target, **options: object) -> Drafter:
     """The method with random weights and, if it has them, these options."""
     kind = drafters.find(name)
-    from eyas.drafters._base import options_from
-
     return kind.random(target, options_from(kind.Options, options or OPTIONS.get(name, {})), seed=1)
 
 
@@ -92,8 +96,8 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle2"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
-    """Guards commits of a real head at depth: with the feature handed through (fc = [0, 1], layer = 0) the draft repeats the last law, so on
-    a greedy loop whole paths are accepted; ids stay those of the plain loop."""
+    """Guards commits of a real head at depth: with the feature handed through (fc = [0, 1], layer = 0) the draft repeats the last law, so
+    on a greedy loop whole paths are accepted; ids stay those of the plain loop."""
     target = Target(model("llama"))
     drafter = make(name, target)
     with torch.no_grad():
@@ -126,5 +130,6 @@ def test_against_generate() -> None:
     """Guards the plain loop itself: greedy decoding must be what transformers' generate gives."""
     for request, expected in requests("llama", 3, (GREEDY,)):
         ids = torch.tensor([request.prompt])
-        theirs = model("llama").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        limits = {"max_new_tokens": request.max_new_tokens, "eos_token_id": -1, "pad_token_id": 0}
+        theirs = model("llama").generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
         assert tuple(theirs[0, len(request.prompt) :].tolist()) == expected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
 
+import zoo
 from eyas import target as target_module
 from eyas.cache import KVCache, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
@@ -98,7 +98,7 @@ def test_refusal_with_the_numbers() -> None:
     with pytest.raises(FitError, match="600 tokens, the target's context is 512"):
         session.check_fit(600, 1)
     with pytest.raises(FitError, match=r"dynamic NTK"):
-        Target(zoo.REFUSED["llama_dynamic"]()).open(1).check_fit(9000, 1)
+        Target(zoo.SWITCHING["llama_dynamic"]()).open(1).check_fit(9000, 1)
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "qwen3_next"])

@@ -7,9 +7,10 @@ a node at depth d has position length + d, whatever slot it stands in.
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
     row 1     c c c n n   n n n            3 committed, nodes right behind
 
-`KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update` once
-a layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows are a matter of masks, not of storage.
-Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward, E layers x {key, value}.
+`KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update`
+once a layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows are a matter of masks, not of storage.
+Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward,
+E layers x {key, value}.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ BUCKET = 256  # slots are allocated in powers of two times this
 
 def layout_of(cache: DynamicCache) -> Layout:
     """The layout that a model's own forward left in a DynamicCache."""
-    return tuple(
-        (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]) if layer.is_initialized else None for layer in cache.layers
-    )
+    stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
+    return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
 
 
 class KVCache(Cache):
@@ -77,9 +77,7 @@ class KVCache(Cache):
         self._span, self._slot_RN, self._width = span, slot_RN, width
         self._row_R1 = torch.arange(slot_RN.shape[0], device=self.device)[:, None]
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
         views = []
         for states, (shape, entry) in zip((key_states, value_states), self._place[layer_idx], strict=True):
@@ -103,7 +101,7 @@ class KVCache(Cache):
         return self._width, 0
 
     @property
-    def is_sliding(self) -> list[bool]:  # type: ignore[override]
+    def is_sliding(self) -> list[bool]:
         return [False] * (max(self._place, default=-1) + 1)
 
     def __len__(self) -> int:

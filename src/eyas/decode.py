@@ -35,7 +35,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     eos: frozenset[int] = frozenset()
     stop: Callable[[int], bool] | None = None  # told every new token in order; True = this one ends the text
     processors: tuple[Processor, ...] = ()  # run once per node with that node's own prefix: slow
@@ -98,7 +98,8 @@ class Decoder:
         if not request.prompt:
             raise InputError("the prompt is empty: give at least one token")
         if bad:
-            raise InputError(f"token id {bad[0]} is outside the target's vocabulary of {self.model.vocab_size} (0..{self.model.vocab_size - 1})")
+            vocab = self.model.vocab_size
+            raise InputError(f"token id {bad[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
@@ -209,20 +210,26 @@ class Decoder:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
         columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
         host, P = torch.cat(columns, 1).tolist(), verdict.path_BP.shape[1]
-        steps, lengths = [], list(self.target.lengths)
-        for b, (length, bonus, bad, *rest) in enumerate(host):
-            if self.rows[b] is not None:
-                lengths[b] += length
-        self.target.settle(lengths)
+        self.target.settle([length + (host[b][0] if self.rows[b] else 0) for b, length in enumerate(self.target.lengths)])
+        steps = []
         for b, (length, bonus, bad, *rest) in enumerate(host):
             row = self.rows[b]
             if row is not None:
                 self._check_nan(bool(bad), row.tokens)
-                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=tuple(rest[P : P + length]), draft=draft))
+                path = tuple(rest[P : P + length])
+                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=path, draft=draft))
         return steps
 
     def _give(
-        self, b: int, tokens: list[int], drafted: int, clock: _Clock, prefill: bool = False, path: tuple[int, ...] = (), draft: Draft | None = None
+        self,
+        b: int,
+        tokens: list[int],
+        drafted: int,
+        clock: _Clock,
+        *,
+        prefill: bool = False,
+        path: tuple[int, ...] = (),
+        draft: Draft | None = None,
     ) -> Step:
         """Hand tokens to a row until something ends it."""
         row = self.rows[b]
@@ -258,7 +265,9 @@ class Decoder:
     def _check_nan(self, bad: bool, tokens: Sequence[int]) -> None:
         if bad:
             where = self.model.first_bad_layer(tokens)
-            raise ModelError(f"the target's logits are NaN ({where}): its weights or dtype ({self.model.dtype}) are broken; try --dtype float32")
+            raise ModelError(
+                f"the target's logits are NaN ({where}): its weights or dtype ({self.model.dtype}) are broken; try --dtype float32"
+            )
 
 
 class _Clock:

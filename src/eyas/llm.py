@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from transformers import AutoTokenizer, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, tiny
 from eyas.decode import Decoder, Processor, Request, Step
@@ -111,11 +111,13 @@ def load(
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
+    words: PreTrainedTokenizerBase | None
     if target is None:
         model, words = Target(tiny.model(), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
         draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
     elif isinstance(target, PreTrainedModel):
-        model, words = Target(target, target.name_or_path), _tokenizer(tokenizer or target.name_or_path, must=tokenizer is not None)
+        name = target.name_or_path or type(target).__name__
+        model, words = Target(target, name), _tokenizer(tokenizer or name, must=tokenizer is not None)
     else:
         _check_folder(target)
         words = _tokenizer(tokenizer or target, must=tokenizer is not None)
@@ -187,7 +189,7 @@ class LLM:
                 return tuple(encode(self.tokenizer, prompt))
             prompt = [{"role": "user", "content": prompt}]
         head = [{"role": "system", "content": system}] if system else []
-        return tuple(render(self.tokenizer, [*head, *prompt]))  # type: ignore[list-item]
+        return tuple(render(self.tokenizer, [*head, *prompt]))
 
     def request(
         self,
@@ -399,7 +401,6 @@ def _check_processor(processor: Processor) -> Processor:
     name = type(processor).__name__
     if name in STATEFUL:
         raise InputError(f"{name} remembers what it saw, and on a tree it would see tokens that never come to be: decode without it")
-    if not callable(processor) or (isinstance(processor, type) and issubclass(processor, LogitsProcessor)):
+    if isinstance(processor, type) or not callable(processor):
         raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")
     return processor
-

@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
     """float32 [h/2]: radians per position. `rope_scaling` of type llama3 stretches the slow ones as Llama 3.1 does."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    frequency = shape.rope_theta**-exponent
+    frequency: Tensor = shape.rope_theta**-exponent
     scaling = shape.rope_scaling
     if scaling is None:
         return frequency
@@ -60,7 +60,7 @@ def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> T
     turns = old * frequency / (2 * torch.pi)  # full turns within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = slow, stretched; 1 = fast, as it was
-    return frequency * (share + (1 - share) / scaling["factor"])
+    return frequency * (share + (1 - share) / float(scaling["factor"]))
 
 
 def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. `in_size` differs from the hidden size where the input is a concatenation (EAGLE-3)."""
+    """Grouped-query attention with rotary positions. `in_size` differs from the hidden size where inputs are concatenated (EAGLE-3)."""
 
     def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
         super().__init__()

@@ -43,11 +43,12 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        self.model, self.name = model.eval(), name
+        model.train(False)
+        self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
-        self.vocab_size: int = self.family.head.weight.shape[0]  # type: ignore[assignment, index, union-attr]
-        self.hidden_size: int = self.family.embedding.weight.shape[1]  # type: ignore[assignment, index, union-attr]
+        self.vocab_size: int = _weight(self.family.head).shape[0]
+        self.hidden_size: int = _weight(self.family.embedding).shape[1]
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -63,7 +64,8 @@ class Target:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"target {str(path)!r} cannot be loaded: {reason[:300]}") from error
-        return cls(model.to(place), str(path))
+        model.to(place)  # type: ignore[arg-type]
+        return cls(model, str(path))
 
     def _probe(self) -> tuple[Any, bool]:
         """Two tokens through the model: what each layer stores, and whether our head gives the model's own logits."""
@@ -121,15 +123,15 @@ class Target:
         digest = hashlib.sha256()
         for name, weight in sorted(self.model.state_dict().items()):
             digest.update(f"{name}{tuple(weight.shape)}".encode())
-        sample = self.family.embedding.weight.flatten()[:: max(1, self.vocab_size * self.hidden_size // 4096)]  # type: ignore[operator, union-attr]
-        digest.update(sample.detach().float().bfloat16().float().cpu().numpy().tobytes())  # type: ignore[union-attr]
+        table = _weight(self.family.embedding).detach().flatten()
+        digest.update(table[:: max(1, table.numel() // 4096)].bfloat16().float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def first_bad_layer(self, ids: Sequence[int]) -> str:
         """Where NaN first appears for this sequence; for the error message."""
         for k in range(self.num_layers + 1):
             if torch.isnan(self.encode(torch.tensor([list(ids)], device=self.device), (k,))).any():
-                return "in the embeddings" if k == 0 else f"after layer {k - 1}" if k < self.num_layers else "in the last layer or final norm"
+                return {0: "in the embeddings", self.num_layers: "in the last layer or the final norm"}.get(k, f"after layer {k - 1}")
         return "in the lm_head"
 
     def open(self, rows: int, wants: Sequence[int] = ()) -> TargetSession:
@@ -181,9 +183,7 @@ class TargetSession:
         """One pass over every row's tree. Nothing is committed."""
         return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + tree.nodes)
 
-    def _run(
-        self, span: slice, tokens_RN: Tensor, depth_RN: Tensor, visible_RNN: Tensor, needed: int, last_only: bool = False
-    ) -> Seen:
+    def _run(self, span: slice, tokens_RN: Tensor, depth_RN: Tensor, visible_RNN: Tensor, needed: int, last_only: bool = False) -> Seen:
         target, N = self.target, tokens_RN.shape[1]
         length_R, width = self.length_B[span], needed
         self.cache.at(span, length_R[:, None] + torch.arange(N, device=target.device), width)
@@ -230,6 +230,12 @@ class TargetSession:
         assert length <= self.lengths[row]
         self.length_B[row] = length
         self.lengths[row] = length
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def pick_device(device: str) -> str:

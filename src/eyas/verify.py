@@ -36,7 +36,7 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -
         noise: the rows' random numbers.
     """
     tree = draft.tree
-    torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")  # type: ignore[no-untyped-call]
+    torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
     draw_BN = _draw(tree, scores_BNV, position_B, noise)
     accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)
     if draft.q_BNV is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference import run
 from safetensors.torch import load_file
 
 from eyas import checkpoints, drafters
@@ -18,6 +17,7 @@ from eyas.drafters._base import options_from
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.target import Target
 from eyas.tree import Tree
+from reference import run
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data of the reference is not beside this checkout")
@@ -97,5 +97,3 @@ def test_vanilla_is_the_reference_baseline() -> None:
     vanilla = drafters.find("vanilla")(target)
     answer = case["vanilla_greedy_ids"][len(case["prompt_ids"]) :]
     assert run(Decoder(target, vanilla), [Request(tuple(case["prompt_ids"]), len(answer))])[0] == [answer]
-
-

@@ -27,7 +27,7 @@ def find(name: str) -> type[Drafter]:
         raise OptionError(f"unknown method {name!r}; {near(name, names())}")
     try:
         module = importlib.import_module(name if "." in name else f"{__name__}.{name}")
-        method = module.Method
+        method: type[Drafter] = module.Method
     except (ImportError, AttributeError) as error:
         raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
     assert issubclass(method, Drafter)

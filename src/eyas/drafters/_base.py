@@ -147,7 +147,9 @@ def options_from(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any
             raise OptionError(f"unknown option {prefix + name!r}; {near(prefix + name, flags(kind, prefix))}")
         if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
             if not rest and not isinstance(value, Mapping):
-                raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(flags(type(getattr(defaults, head)), name + '.'))}")
+                raise OptionError(
+                    f"option {prefix + name!r} is a group; give {', '.join(flags(type(getattr(defaults, head)), name + '.'))}"
+                )
             groups.setdefault(head, {}).update({rest: value} if rest else value)
         else:
             changes[head] = value

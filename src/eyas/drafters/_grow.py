@@ -98,7 +98,8 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
 def _rerank(roots: Roots, shape: DynamicTree, tokens_BX: Tensor, own_BX: Tensor, score_BX: Tensor, parent_BX: Tensor) -> Draft:
     """Keep the best `nodes - 1`. A parent scores no less than its child and was drafted earlier, so it is kept whenever its child is."""
     keep_BM = _best(score_BX, min(shape.nodes - 1, score_BX.shape[1]))[1].sort(dim=-1).values
-    place_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device).expand_as(keep_BM))
+    number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
+    place_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
     parent_BM = parent_BX.gather(1, keep_BM)
     parent_BM = torch.where(parent_BM < 0, 0, place_BX.gather(1, parent_BM.clamp(min=0)))
 

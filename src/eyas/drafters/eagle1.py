@@ -34,13 +34,9 @@ from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices, check_choice
 
 __all__ = ["EagleSession", "Method", "Net", "StaticTree"]
 
-# The 25 choices of the EAGLE reference for 7B models (facts of the paper's figure 7 at full size): ranks on the way down from the root.
-REFERENCE_TREE: Choices = check_choices(
-    [(0,), (1,), (2,), (3,)]
-    + [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
-    + [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)]
-    + [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1)]
-)
+# The 25 choices of the EAGLE reference for 7B models, level by level; a digit is a rank among siblings.
+_REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100  0000 0001 0002  00000 00001"
+REFERENCE_TREE: Choices = check_choices(tuple(map(int, path)) for path in _REFERENCE.split())
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,13 @@ class StaticTree:
             found = json.loads(Path(self.choices).read_text())
             return check_choices(found)
         except OSError as error:
-            raise OptionError(f"tree.choices: {self.choices!r} is neither reference, chain, chain-N nor a readable file ({error.strerror})") from error
+            raise OptionError(
+                f"tree.choices: {self.choices!r} is neither reference, chain, chain-N nor a readable file ({error.strerror})"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise OptionError(f"tree.choices: {self.choices} must hold a JSON list of lists of ranks, like [[0], [1], [0, 0]]: {error}") from error
+            raise OptionError(
+                f"tree.choices: {self.choices} must hold a JSON list of lists of ranks, like [[0], [1], [0, 0]]: {error}"
+            ) from error
 
 
 NOISES = ("uniform", "reference", "none")
@@ -157,7 +157,8 @@ class EagleSession(DraftSession):
         mask_R1NW = slot_mask(length_R, visible_RNT, width)[:, None]
         embeddings_RND = drafter.embed(ids_RN).to(drafter.dtype)
         position_RN = length_R[:, None] + offset_RN
-        return drafter.net(features_RND.to(drafter.dtype), embeddings_RND, position_RN, mask_R1NW, self.cache)
+        predicted_RND: Tensor = drafter.net(features_RND.to(drafter.dtype), embeddings_RND, position_RN, mask_R1NW, self.cache)
+        return predicted_RND
 
     def _catch_up(self, roots: Roots) -> Tensor:
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the predicted feature [B, D] of the root."""
@@ -232,7 +233,9 @@ class Method(Drafter):
         config = weights.config
         for key, name, mine in (("hidden_size", "hidden size", target.hidden_size), ("vocab_size", "vocabulary", target.vocab_size)):
             if config[key] != mine:
-                raise CheckpointError(f"{weights.source}: the head's {name} is {config[key]}, the target's {mine}: it was made for another model")
+                raise CheckpointError(
+                    f"{weights.source}: the head's {name} is {config[key]}, the target's {mine}: it was made for another model"
+                )
         shape = _shape(config)
         net = Net(shape, config["fc_bias"])
         shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
@@ -322,7 +325,17 @@ def _own_table(table: Tensor | None, target: Target) -> Tensor | None:
 
 
 def _shape(config: dict[str, Any]) -> LayerShape:
-    names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rms_eps",
+        "rope_theta",
+        "rope_scaling",
+        "qkv_bias",
+    )
     return LayerShape(**{name: config[name] for name in names if name in config})
 
 

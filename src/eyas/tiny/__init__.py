@@ -63,10 +63,12 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
         raise ModelError(f"the embedded model is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again") from error
     net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
     net.generation_config = GenerationConfig.from_pretrained(folder)
-    return net.eval()
+    net.train(False)
+    return net
 
 
 def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return found

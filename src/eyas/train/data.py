@@ -1,0 +1,354 @@
+"""Chat data and plain text to token ids with a mark on every token that counts, and batches of them.
+
+    chat.jsonl ----- _chat.py: spans of the assistant's characters ---+
+    novels.txt ----- everything counts -------------------------------+--> Example(ids, counted) --> Batches
+
+Files, plain or .gz, may be mixed:
+
+    .jsonl .ndjson .json   one conversation a line, or one JSON array of them:
+                           {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]}
+    anything else          plain text; documents are parted by <|endoftext|>; a long one becomes pieces of `max_length` tokens
+
+A line that cannot be used is put into the report with its file and number, and reading goes on. What is held out depends on the content
+of a line alone, not on its place, so copies of a line stay on one side.
+
+Letters: R sequences of a batch, T tokens. This module knows no model and no method.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas import text
+from eyas.errors import InputError, OptionError
+from eyas.train._chat import ChatReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Batches", "Data", "Example", "Examples", "Report", "data_hash", "read"]
+
+END_OF_TEXT = "<|endoftext|>"
+FIRST_COUNTABLE = 2  # the first pair (feature of token 0, token 1) foresees token 2
+
+
+class Example(NamedTuple):
+    """One sequence of at most `max_length` tokens."""
+
+    ids: list[int]
+    counted: list[bool]  # True: an assistant's token (its end of turn too), whose prediction is trained
+
+
+class Examples(Sequence[Example]):
+    """Many examples in five bytes a token."""
+
+    def __init__(self) -> None:
+        self._ids, self._counted, self._ends = array("i"), bytearray(), array("q", [0])
+
+    def append(self, example: Example) -> None:
+        self._ids.extend(example.ids)
+        self._counted.extend(example.counted)
+        self._ends.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        begin, end = self._ends[index % len(self)], self._ends[index % len(self) + 1]
+        return Example(self._ids[begin:end].tolist(), [bool(c) for c in self._counted[begin:end]])
+
+
+@dataclass
+class Report:
+    """What reading found."""
+
+    lines: int = 0  # conversations and documents seen
+    bad: int = 0
+    problems: list[str] = field(default_factory=list)  # one line for each bad line: file, number, what is wrong, what to do
+    examples: int = 0
+    tokens: int = 0
+    counted_tokens: int = 0
+    truncated: int = 0  # conversations cut at max_length
+    last_only: int = 0  # conversations of which only the last reply counts, because the template rewrites earlier turns
+
+    def __str__(self) -> str:
+        notes = [
+            f"{self.bad:,} of {self.lines:,} lines cannot be used" if self.bad else "",
+            f"{self.truncated:,} conversations cut at the maximum length" if self.truncated else "",
+            f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)" if self.last_only else "",
+        ]
+        size = f"{self.examples:,} examples, {self.tokens:,} tokens, {self.counted_tokens:,} of them counted"
+        return "; ".join([size, *filter(None, notes)])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What `read` returns."""
+
+    train: Examples
+    heldout: Examples
+    report: Report
+    sha256: str  # of the files, see data_hash
+
+
+def read(
+    paths: Sequence[str | Path] | str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int = 2048,
+    heldout: float = 0.05,
+    on_line: Callable[[Report], None] | None = None,
+) -> Data:
+    """Read, tokenise and split training data.
+
+    Args:
+        max_length: tokens; a longer conversation is cut there, a longer text becomes several examples.
+        heldout: share of the lines kept apart, chosen by their hash; when it is above 0 at least one of two or more examples is.
+        on_line: called with the report at every line, for a progress display.
+
+    Raises:
+        InputError: a file is missing, unreadable or empty, or none of its lines can be used.
+    """
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    report, found, draws = Report(), Examples(), array("d")
+    if max_length <= FIRST_COUNTABLE:
+        raise OptionError(f"max_length must be at least {FIRST_COUNTABLE + 1} tokens, got {max_length}")
+    if not 0 <= heldout < 1:
+        raise OptionError(f"heldout is a share from 0 up to, not including, 1; got {heldout}")
+    reader = _Reader(tokenizer, max_length, report, on_line)
+    for file in files:
+        before = (report.lines, report.bad)
+        for raw, example in reader.examples(file):
+            found.append(example)
+            draws.append(_draw(raw))
+        _check_file(file, report.lines - before[0], report.bad - before[1], report)
+    train, apart = _split(found, draws, heldout)
+    return Data(train, apart, report, data_hash(files))
+
+
+def _check_file(file: Path, lines: int, bad: int, report: Report) -> None:
+    if not lines:
+        raise InputError(f"{file} is empty: there is nothing to train on")
+    if lines == bad:
+        raise InputError(f"{file}: none of its {lines} lines can be used; the first: {report.problems[-bad]}")
+
+
+def data_hash(paths: Sequence[str | Path] | str | Path) -> str:
+    """SHA-256 of one file's bytes as on disk (what `sha256sum` prints); of several files, of their hashes in order, one a line."""
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    digests = []
+    for file in files:
+        with _told(file), open(file, "rb") as stream:
+            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
+
+
+class _Reader:
+    """Files to examples, with one tokenizer."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, report: Report, on_line: Callable[[Report], None] | None = None
+    ) -> None:
+        self.tokenizer, self.max_length, self.report, self.on_line = tokenizer, max_length, report, on_line
+        self.chat = ChatReader(tokenizer)
+
+    def examples(self, file: Path) -> Iterator[tuple[bytes, Example]]:
+        """(what the split hashes, example) for everything in the file that can be used."""
+        is_chat = _is_json(file)
+        for where, raw in _json_lines(file) if is_chat else _documents(file):
+            self.report.lines += 1
+            if self.on_line is not None:
+                self.on_line(self.report)
+            try:
+                found = [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
+            except InputError as error:
+                self.report.bad += 1
+                self.report.problems.append(f"{where}: {error}")
+                continue
+            for key, example in found:
+                self.report.examples += 1
+                self.report.tokens += len(example.ids)
+                self.report.counted_tokens += sum(example.counted)
+                yield key, example
+
+    def _conversation(self, raw: bytes) -> Example:
+        conversation = self.chat.read(_parse(raw))
+        ids, counted = conversation.ids[: self.max_length], conversation.counted[: self.max_length]
+        if not any(counted[FIRST_COUNTABLE:]):
+            first = conversation.counted.index(True) + 1
+            raise InputError(f"the assistant's first token is number {first}, max_length is {self.max_length}; raise it or drop the line")
+        self.report.truncated += len(ids) < len(conversation.ids)
+        self.report.last_only += conversation.last_only
+        return Example(ids, counted)
+
+    def _pieces(self, raw: bytes) -> list[tuple[bytes, Example]]:
+        ids = text.encode(self.tokenizer, _decode(raw).strip())
+        pieces = [ids[begin : begin + self.max_length] for begin in range(0, len(ids), self.max_length)]
+        usable = [piece for piece in pieces if len(piece) > FIRST_COUNTABLE]
+        if not usable:
+            raise InputError(f"the text has {len(ids)} tokens, at least {FIRST_COUNTABLE + 1} are needed; drop it")
+        return [(array("i", piece).tobytes(), Example(piece, [True] * len(piece))) for piece in usable]
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """What the system says about a file, as one line."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{file} does not exist; check the path of the training data") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{file} is a folder; name the files in it") from error
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
+        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    with _told(file), open(file, "rb") as plain:
+        packed = plain.peek(2)[:2] == b"\x1f\x8b"
+        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if packed else plain
+
+
+def _is_json(file: Path) -> bool:
+    name = file.name.lower().removesuffix(".gz")
+    return name.endswith((".jsonl", ".ndjson", ".json"))
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, JSON of one conversation); blank lines are passed over."""
+    with _opened(file) as stream:
+        if stream.peek(64).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
+            yield from _array_items(file, stream.read())
+            return
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield f"{file}:{number}", line.strip()
+
+
+def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
+    try:
+        items = json.loads(_decode(content))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}:{error.lineno}: a JSON array that is broken here ({error.msg}); write one conversation a line") from error
+    for number, item in enumerate(items, start=1):
+        yield f"{file}, item {number}", json.dumps(item).encode()
+
+
+def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, text) of each document; `where` names the line that it begins on."""
+    begin, number, lines = 1, 0, list[bytes]()
+    with _opened(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            first, *more = line.split(END_OF_TEXT.encode())
+            lines.append(first)
+            for part in more:
+                if document := b"".join(lines).strip():
+                    yield f"{file}:{begin}", document
+                begin, lines = number + (not part.strip()), [part]
+    if document := b"".join(lines).strip():
+        yield f"{file}:{begin}", document
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 at byte {error.start}; save the file as UTF-8 or drop the line") from error
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return json.loads(_decode(raw))
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON ({error.msg} at character {error.pos + 1}); repair or drop the line") from error
+    except RecursionError as error:
+        raise InputError("JSON nested too deeply; repair or drop the line") from error
+
+
+# --- split and batches ---------------------------------------------------------------------------------------------------------------
+
+
+def _draw(raw: bytes) -> float:
+    """A number in [0, 1) that depends on the content alone."""
+    return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / 2**48
+
+
+def _split(found: Examples, draws: Sequence[float], share: float) -> tuple[Examples, Examples]:
+    """(train, held out): those whose draw lies below the share; never everything, and never nothing when there are two or more."""
+    apart = {i for i, draw in enumerate(draws) if draw < share}
+    if share > 0 and not apart and len(found) > 1:
+        apart = {min(range(len(found)), key=draws.__getitem__)}
+    if apart and len(apart) == len(found):
+        apart.remove(max(apart, key=draws.__getitem__))
+    sides = Examples(), Examples()
+    for i, example in enumerate(found):
+        sides[i in apart].append(example)
+    return sides
+
+
+class Batches:
+    """Batches of at most `batch_tokens` tokens, padding included, of examples of about one length.
+
+    Which examples go together and in which order is a function of (seed, epoch), so a place in the data is two numbers: epoch, index.
+    """
+
+    def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int = 0) -> None:
+        """OptionError when an example does not fit a batch."""
+        self.examples, self.batch_tokens, self.seed = examples, batch_tokens, seed
+        self.lengths = [len(example.ids) for example in examples]
+        if self.lengths and max(self.lengths) > batch_tokens:
+            longest = max(self.lengths)
+            raise OptionError(f"batch_tokens is {batch_tokens}, the longest example has {longest} tokens: raise it or lower max_length")
+
+    def plan(self, epoch: int | None) -> list[list[int]]:
+        """The epoch's batches as indices of examples; None: by length and not shuffled, for held-out data."""
+        rng = random.Random(f"{self.seed}/{epoch}")
+        spread = 0.0 if epoch is None else 0.1
+        order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i] * (1 + spread * rng.uniform(-1, 1)))
+        batches, batch, longest = list[list[int]](), list[int](), 0
+        for i in order:
+            longest = max(longest, self.lengths[i])
+            if batch and (len(batch) + 1) * longest > self.batch_tokens:
+                batches.append(batch)
+                batch, longest = [], self.lengths[i]
+            batch.append(i)
+        batches.extend([batch] if batch else [])
+        if epoch is not None:
+            rng.shuffle(batches)
+        return batches
+
+    def tokens(self, batch: Sequence[int]) -> int:
+        """Tokens of a batch without its padding."""
+        return sum(self.lengths[i] for i in batch)
+
+    def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(tokens_RT int64, counted_RT bool), right-padded with token 0, which does not count."""
+        rows, longest = [self.examples[i] for i in batch], max(self.lengths[i] for i in batch)
+        tokens_RT = torch.zeros(len(rows), longest, dtype=torch.long)
+        counted_RT = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for r, row in enumerate(rows):
+            tokens_RT[r, : len(row.ids)] = torch.tensor(row.ids)
+            counted_RT[r, : len(row.ids)] = torch.tensor(row.counted)
+        return tokens_RT, counted_RT

@@ -1,0 +1,405 @@
+"""The training loop. It knows no method: a `Drafter` has a net, a loss and weights, and that is all it asks for.
+
+    examples --> Batches --> target.encode (frozen) --> drafter.loss --> backward, clip, AdamW
+                                                    |-- every eval_every: held-out loss, the caller's figures, keep the best
+                                                    |-- every save_every: state.pt
+
+What happens at a step is a function of the options, the data and the step's number alone: the place in the data is (epoch, index) and
+every random number is seeded from (seed, step). So a run that was killed anywhere and resumed ends with the same bits, on a device that
+computes the same bits twice (a CPU does).
+
+In the folder:  state.pt       everything that resuming needs, always whole
+                log.jsonl      losses, step by step
+                config.json, model.safetensors      the best head so far, in its published format
+                training.json, README.md            how it was made
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import signal
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas import checkpoints
+from eyas.drafters._base import Batch, Drafter
+from eyas.errors import EyasError, FitError, InputError, OptionError
+from eyas.train.config import TrainConfig
+from eyas.train.data import Batches, Example
+from eyas.train.progress import OnProgress, Progress, figures_text
+from eyas.train.record import write_record
+from eyas.train.state import Log, load_state, prepare, save_state
+
+__all__ = ["Outcome", "TrainConfig", "examples_hash", "train"]
+
+Evaluate = Callable[[Drafter], Mapping[str, float]]
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `train` returns. The drafter's net then holds the weights that are in the folder: those of `best_step`."""
+
+    step: int
+    steps: int
+    best_step: int
+    heldout: Mapping[str, float]  # the figures at best_step; empty when nothing was held out
+    tokens: int  # read so far, padding not counted
+    seconds: float  # of training so far, all sessions together
+    interrupted: bool  # by Ctrl-C: the run is not at its end and can be resumed
+
+
+def train(
+    drafter: Drafter,
+    examples: Sequence[Example],
+    heldout: Sequence[Example],
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    resume: bool = True,
+    evaluate: Evaluate | None = None,
+    progress: OnProgress | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Train a drafter's net and leave the best head in `folder`.
+
+    Ctrl-C ends the run after the step it is in, with its state and the best head saved; a second one ends it at once.
+
+    Args:
+        drafter: where the weights start; its target provides the features and stays as it is.
+        heldout: examples for the held-out loss, which chooses the best head; may be empty, then the last weights are it.
+        resume: go on from a state in the folder, if there is one; False starts anew and forgets it.
+        evaluate: more held-out figures, like n-alpha from real chain decoding; called at every evaluation.
+        progress: told after every step.
+        about: what else training.json should say, like the hash of the data files.
+
+    Raises:
+        OptionError: the method cannot be trained, or the folder holds a run with other options.
+        InputError: no examples; a folder or disk that cannot be written.
+        FitError: the accelerator's memory is too small for a batch.
+        EyasError: the loss became NaN or infinite; the last good state stays.
+    """
+    folder = Path(folder).expanduser()
+    prepare(folder)
+    run = _Run(drafter, examples, heldout, config, folder, evaluate, progress, about)
+    run.begin(resume)
+    interrupt = _Interrupt(lambda: run.tell("stopping after this step; once more stops at once"))
+    with interrupt:
+        try:
+            while True:
+                run.evaluate_if_due()
+                run.save_if_due()
+                if run.ended or interrupt.asked:
+                    break
+                run.advance()
+        except KeyboardInterrupt:
+            interrupt.asked = True
+        if run.whole:
+            run.save()
+        return run.finish(interrupt.asked and not run.ended)
+
+
+class _Run:
+    """A run in progress. Its state is what `state()` says; everything else is given or derived."""
+
+    def __init__(
+        self, drafter: Drafter, examples: Sequence[Example], heldout: Sequence[Example], config: TrainConfig, folder: Path,
+        evaluate: Evaluate | None, progress: OnProgress | None, about: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        if not drafter.trainable or drafter.net is None:
+            raise OptionError(f"the method {type(drafter).__module__.rpartition('.')[2]} has nothing to train")
+        if not len(examples):
+            raise InputError("there are no training examples; give more data")
+        self.drafter, self.config, self.folder = drafter, config, folder
+        self.more_figures, self.on_progress, self.about = evaluate, progress, dict(about or {})
+        self.net, self.dtype = drafter.net, next(drafter.net.parameters()).dtype
+        if self.dtype in HALF:
+            self.net.float()  # steps of a small learning rate vanish in half precision
+        self.batches = Batches(examples, config.batch_tokens, config.seed)
+        self.heldout_batches = Batches(heldout, config.batch_tokens)
+        self.sizes = {"train": len(examples), "heldout": len(heldout)}
+        self.hash = examples_hash(examples, heldout)
+        self.steps = config.total_steps(self.batches)
+        self.parameters = [value for value in self.net.parameters() if value.requires_grad]
+        fused = drafter.target.device.type in ("cpu", "cuda")
+        self.optimiser = torch.optim.AdamW(self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused)
+        self.step, self.tokens, self.seconds_before = 0, 0, 0.0
+        self.position = (0, 0)  # epoch, index of the next batch in it
+        self.evaluated, self.saved, self.stale = 0, 0, 0  # steps of the last evaluation and saving; evaluations since the best one
+        self.best: dict[str, Any] | None = None  # step, figures, net
+        self.heldout: dict[str, float] = {}
+        self.sums: dict[str, float] = {}  # of the steps since the last line of the log
+        self.whole = True  # False while the weights are being changed
+        self.started, self.tokens_before = time.perf_counter(), 0
+        self._planned: tuple[int, list[list[int]]] = (-1, [])
+
+    # --- beginning and end
+
+    def begin(self, resume: bool) -> None:
+        """Load the state that is there, or forget it."""
+        path = self.folder / "state.pt"
+        if resume and path.exists():
+            self._restore(load_state(path), path)
+            self.tell(f"resumed at step {self.step} of {self.steps}")
+        else:
+            path.unlink(missing_ok=True)
+        self.log = Log(self.folder / "log.jsonl", self.step)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "position": list(self.position), "tokens": self.tokens, "seconds": self.seconds,
+            "net": self.net.state_dict(), "optimiser": self.optimiser.state_dict(), "best": self.best, "heldout": self.heldout,
+            "evaluated": self.evaluated, "stale": self.stale, "sums": self.sums, "config": asdict(self.config), **self._identity(),
+        }  # fmt: skip
+
+    def _identity(self) -> dict[str, str]:
+        """What must be the same for a state to make sense."""
+        method, target = type(self.drafter).__module__.rpartition(".")[2], self.drafter.target.fingerprint()
+        return {"method": method, "target": target, "examples": self.hash, "options": repr(self.drafter.options)}
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        names = {
+            "method": "method",
+            "target": "target model",
+            "examples": "training or held-out examples",
+            "options": "options of the method",
+        }
+        other = [f"other {names[key]}" for key, value in self._identity().items() if state.get(key) != value]
+        other += self.config.differences(state.get("config", {}))
+        if other:
+            raise OptionError(
+                f"{path} is of a run with other settings: {'; '.join(other)}; repeat the old ones, or start anew without resuming"
+            )
+        try:
+            self.net.load_state_dict(state["net"])
+        except RuntimeError as error:
+            raise OptionError(f"{path} is of a net with other layers or sizes; choose another folder, or start anew") from error
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.tokens, self.seconds_before = state["step"], state["tokens"], state["seconds"]
+        self.position = (state["position"][0], state["position"][1])
+        self.best, self.heldout, self.sums = state["best"], state["heldout"], state["sums"]
+        self.evaluated, self.stale, self.saved = state["evaluated"], state["stale"], self.step
+        self.tokens_before = self.tokens
+
+    def finish(self, interrupted: bool) -> Outcome:
+        """Put the best weights into the net and into the folder."""
+        best_step = self.best["step"] if self.best else self.step
+        if self.best:
+            self.net.load_state_dict(self.best["net"])
+        if self.best or self.whole:
+            self.publish(best_step)
+        self.net.to(self.dtype).eval()
+        figures = dict(self.best["figures"]) if self.best else {}
+        return Outcome(self.step, self.steps, best_step, figures, self.tokens, self.seconds, interrupted)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    @property
+    def ended(self) -> bool:
+        return self.step >= self.steps or (self.config.patience > 0 and self.stale >= self.config.patience)
+
+    # --- one step
+
+    def advance(self) -> None:
+        """One update of the weights."""
+        config, step = self.config, self.step
+        taken, position = self._take()
+        loaded = [self.batches.load(batch) for batch in taken]
+        counts = [int(counted_RT.sum()) for _, counted_RT in loaded]
+        self.net.train()
+        self.optimiser.zero_grad(set_to_none=True)
+        figures: dict[str, float] = {}
+        for index, (tokens_RT, counted_RT) in enumerate(loaded):
+            share = counts[index] / sum(counts)
+            with self._memory_told(tokens_RT):
+                loss, metrics = self._loss(tokens_RT, counted_RT, (config.seed, step, index), training=True)
+                self._check_finite(loss)
+                torch.autograd.backward(loss * share, inputs=self.parameters)  # nothing into the target, whose weights may ask for it
+            for name, value in {"loss": float(loss.detach()), **metrics}.items():
+                figures[name] = figures.get(name, 0.0) + share * value
+        norm = nn.utils.clip_grad_norm_(self.parameters, config.clip or math.inf)
+        self._check_finite(norm)
+        lr = config.lr_at(step, self.steps)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        self.whole = False
+        self.optimiser.step()
+        self.step, self.position = step + 1, position
+        self.tokens += sum(self.batches.tokens(batch) for batch in taken)
+        self.whole = True
+        self._log({**figures, "grad_norm": float(norm)}, lr)
+
+    def _take(self) -> tuple[list[list[int]], tuple[int, int]]:
+        """The batches of the next step, and the place after them."""
+        (epoch, index), taken = self.position, list[list[int]]()
+        while len(taken) < self.config.accumulation:
+            if self._planned[0] != epoch:
+                self._planned = (epoch, self.batches.plan(epoch))
+            plan = self._planned[1]
+            if index == len(plan):
+                epoch, index = epoch + 1, 0
+                continue
+            taken.append(plan[index])
+            index += 1
+        return taken, (epoch, index)
+
+    def _loss(self, tokens_RT: Tensor, counted_RT: Tensor, key: tuple[object, ...], training: bool) -> tuple[Tensor, dict[str, float]]:
+        """The drafter's loss of a batch. All randomness in it follows from `key`; the process's own random numbers are left alone."""
+        drafter, device = self.drafter, self.drafter.target.device
+        seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
+        tokens_RT, counted_RT = tokens_RT.to(device), counted_RT.to(device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            batch = Batch(tokens_RT, drafter.target.encode(tokens_RT, drafter.wants), counted_RT)
+            with self._autocast(training):
+                return drafter.loss(batch, torch.Generator().manual_seed(seed))
+
+    def _autocast(self, training: bool) -> AbstractContextManager[Any]:
+        """bf16 as the options say; evaluations are as exact as the target itself."""
+        own = self.drafter.target.dtype if self.drafter.target.dtype in HALF else None
+        kind = own if not training else torch.bfloat16 if self.config.precision == "bf16" else None
+        return torch.autocast(self.drafter.target.device.type, dtype=kind) if kind else nullcontext()
+
+    @contextmanager
+    def _memory_told(self, tokens_RT: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            size = " x ".join(map(str, tokens_RT.shape))
+            raise FitError(f"out of memory with a batch of {size} tokens; lower batch_tokens (now {self.config.batch_tokens})") from error
+
+    def _check_finite(self, value: Tensor) -> None:
+        if not bool(value.isfinite()):
+            kept = f"the state of step {self.saved} stays in {self.folder}" if self.saved else "no state had been saved yet"
+            raise EyasError(f"the loss or its gradient became NaN or infinite at step {self.step + 1}; {kept}; start anew with a lower lr")
+
+    # --- evaluation, state, log
+
+    def evaluate_if_due(self) -> None:
+        due = self.ended or (self.config.eval_every > 0 and self.step % self.config.eval_every == 0)
+        if self.step == self.evaluated or not due:
+            return
+        figures = self._heldout_figures()
+        if self.more_figures is not None:
+            self.net.eval()
+            figures.update({name: float(value) for name, value in self.more_figures(self.drafter).items()})
+        self.evaluated, self.heldout = self.step, figures
+        if not figures:
+            return
+        self.log.add({"step": self.step, "heldout": figures})
+        judged = "loss" in figures
+        better = judged and (self.best is None or figures["loss"] < self.best["figures"]["loss"])
+        self.stale = 0 if better or not judged else self.stale + 1
+        if better:
+            net = {name: value.detach().cpu().clone() for name, value in self.net.state_dict().items()}
+            self.best = {"step": self.step, "figures": figures, "net": net}
+            self.publish(self.step)
+        self.tell(f"step {self.step}: held-out {figures_text(figures)}{' (not better)' if self.stale else ''}")
+
+    @torch.no_grad()
+    def _heldout_figures(self) -> dict[str, float]:
+        """The held-out loss and its parts, per counted token, without dropout; on the same batches every time."""
+        self.net.eval()
+        totals, seen, tokens = dict[str, float](), 0, 0
+        for batch in self.heldout_batches.plan(0) if self.sizes["heldout"] else []:
+            tokens_RT, counted_RT = self.heldout_batches.load(batch)
+            with self._memory_told(tokens_RT):
+                loss, metrics = self._loss(tokens_RT, counted_RT, ("heldout", tokens), training=False)
+            self._check_finite(loss)
+            count = int(counted_RT.sum())
+            for name, value in {"loss": float(loss.detach()), **metrics}.items():
+                totals[name] = totals.get(name, 0.0) + count * value
+            seen, tokens = seen + count, tokens + self.heldout_batches.tokens(batch)
+            if tokens >= self.config.heldout_tokens:
+                break
+        return {name: total / seen for name, total in totals.items()}
+
+    def save_if_due(self) -> None:
+        if self.step != self.saved and (self.ended or (self.config.save_every > 0 and self.step % self.config.save_every == 0)):
+            self.save()
+
+    def save(self) -> None:
+        """The state; and, when nothing chooses a best head, the head as it is."""
+        if self.step == self.saved and (self.folder / "state.pt").exists():
+            return
+        for value in self.parameters:
+            self._check_finite(value.detach().sum())
+        save_state(self.folder / "state.pt", self.state())
+        self.saved = self.step
+        if self.best is None:
+            self.publish(self.step)
+
+    def publish(self, step: int) -> None:
+        """The head in its published format, with the record of how it was made."""
+        weights = self.drafter.weights()
+        checkpoints.save(weights, self.folder)
+        target, name = self.drafter.target, getattr(self.drafter.target, "name", "")
+        write_record(self.folder, {
+            "method": weights.method, "target": {"name": name, "fingerprint": target.fingerprint()}, **self.about,
+            "examples": {**self.sizes, "sha256": self.hash}, "config": asdict(self.config), "seed": self.config.seed,
+            "device": target.device.type, "steps": self.steps, "step": self.step, "best_step": step, "tokens": self.tokens,
+            "seconds": round(self.seconds, 3), "heldout": self.best["figures"] if self.best else None,
+            "losses": [{"step": line["step"], **line["heldout"]} for line in self.log.read("heldout")],
+            "last_training_loss": next((line["loss"] for line in self.log.read("loss")[::-1]), None),
+        })  # fmt: skip
+
+    def _log(self, figures: dict[str, float], lr: float) -> None:
+        for name, value in {**figures, "count": 1.0}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        means = {name: total / self.sums["count"] for name, total in self.sums.items() if name != "count"}
+        if self.step % self.config.log_every == 0 or self.step == self.steps:
+            self.log.add({"step": self.step, **means, "lr": lr, "tokens": self.tokens, "seconds": round(self.seconds, 3)})
+            self.sums = {}
+        self.tell("", {name: value for name, value in means.items() if name != "grad_norm"})
+
+    def tell(self, note: str, figures: Mapping[str, float] | None = None) -> None:
+        if self.on_progress is not None:
+            speed = (self.tokens - self.tokens_before) / (time.perf_counter() - self.started)
+            lr = self.config.lr_at(max(0, self.step - 1), self.steps)
+            self.on_progress(Progress(self.step, self.steps, lr, speed, figures or {}, self.heldout, note))
+
+
+class _Interrupt:
+    """The first Ctrl-C is remembered, so that no step is left half done; the second one is a KeyboardInterrupt wherever it comes."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.asked, self.on_first = False, on_first
+
+    def __enter__(self) -> _Interrupt:
+        self.here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handler, and sends no signal
+        if self.here:
+            self.before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.here:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.on_first()
+
+
+def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> str:
+    """SHA-256 of the tokens and marks of both, in order: a place in the data means something for the same data only."""
+    digest = hashlib.sha256()
+    for side in (examples, heldout):
+        for example in side:
+            digest.update(array("i", example.ids).tobytes())
+            digest.update(bytes(example.counted) + b"|")
+        digest.update(b"||")
+    return digest.hexdigest()

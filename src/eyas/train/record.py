@@ -1,0 +1,55 @@
+"""What is written beside a trained head: training.json for machines, README.md for people. Knows no method: it writes what it is told."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas import __version__
+from eyas.train.state import write_text
+
+__all__ = ["versions", "write_record"]
+
+
+def versions() -> dict[str, str]:
+    """Of everything that the numbers of a run depend on."""
+    libraries = {"torch": str(torch.__version__), "transformers": version("transformers")}
+    return {"eyas": __version__, "python": platform.python_version(), **libraries}
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """training.json, with the command line and the versions of this run, and the model card made of it.
+
+    The keys of `record` that the card reads: method, target, steps, step, tokens, seconds, examples, heldout.
+    """
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    whole = {**record, "command": command, "versions": versions()}
+    write_text(folder / "training.json", json.dumps(whole, indent=2) + "\n")
+    write_text(folder / "README.md", _card(whole))
+
+
+def _card(record: Mapping[str, Any]) -> str:
+    target, method = record["target"].get("name") or "the model it was trained on", record["method"]
+    figures = "".join(f"| {name} | {value:.4f} |\n" for name, value in (record["heldout"] or {}).items())
+    table = f"On {record['examples']['heldout']:,} held-out examples:\n\n| | |\n|---|---|\n{figures}"
+    return f"""# {method} draft head for {target}
+
+Guesses the next tokens of {target} (fingerprint `{record["target"]["fingerprint"]}`) so that it can check several in one forward pass.
+What is generated is what the target alone generates; a head for another model only makes it slow.
+
+    eyas generate "..." --target {target if record["target"].get("name") else "TARGET"} --draft THIS_FOLDER --method {method}
+
+Trained by eyas {record["versions"]["eyas"]} for {record["step"]:,} of {record["steps"]:,} steps, {record["tokens"]:,} tokens of \
+{record["examples"]["train"]:,} examples, in {record["seconds"] / 60:.1f} minutes; the weights are those of step {record["best_step"]:,}.
+Everything about the run is in `training.json`, its losses in `log.jsonl`.
+
+{table if figures else "Nothing was held out."}
+"""

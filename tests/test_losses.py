@@ -1,0 +1,179 @@
+"""Losses against the plain formula, against the reference's numbers, and their memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from eyas import checkpoints
+from eyas.checkpoints.safeailab import NAMES
+from eyas.drafters.eagle1 import Method
+from eyas.losses import smooth_l1, soft_cross_entropy, soft_cross_entropy_of
+from eyas.target import Target
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+
+
+def plain_smooth_l1(predicted: Tensor, true: Tensor, mask: Tensor, normaliser: float) -> Tensor:
+    difference = (predicted - true).abs()
+    each = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5)
+    return (each.mean(-1) * mask).sum() / normaliser
+
+
+def plain_cross_entropy(predicted: Tensor, true: Tensor, mask: Tensor, normaliser: float) -> Tensor:
+    p, log_q = true.exp() / true.exp().sum(-1, keepdim=True), predicted - predicted.exp().sum(-1, keepdim=True).log()
+    return (-(p * log_q).sum(-1) * mask).sum() / normaliser
+
+
+def arguments(seed: int, *shape: int, share: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    predicted = torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+    true = torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(2)
+    return predicted, true, torch.rand(shape[:-1], generator=generator) < share
+
+
+@pytest.mark.parametrize(("ours", "plain"), [(smooth_l1, plain_smooth_l1), (soft_cross_entropy, plain_cross_entropy)])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> None:
+    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the normaliser. Deterministic."""
+    predicted, true, mask = arguments(0, 3, 7, 11, share=share)
+    mine, theirs = ours(predicted, true, mask, 4.5), plain(predicted, true, mask, 4.5)
+    (gradient,) = torch.autograd.grad(3 * mine, predicted)
+    (expected,) = torch.autograd.grad(3 * theirs, predicted)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(gradient, expected)
+    assert not gradient[~mask].any()
+
+
+@pytest.mark.parametrize("ours", [smooth_l1, soft_cross_entropy])
+def test_masks_of_numbers_and_tensor_normalisers(ours) -> None:
+    """A 0/1 mask of integers means the same as a bool mask (indexing with integers would silently pick rows 0 and 1)."""
+    predicted, true, mask = arguments(1, 2, 5, 6)
+    expected = ours(predicted, true, mask, 3.0)
+    torch.testing.assert_close(ours(predicted, true, mask.long(), torch.tensor(3.0, dtype=torch.float64)), expected)
+    torch.testing.assert_close(ours(predicted, true, mask.float(), 3.0), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 11, 40, 10**6])
+def test_chunks_change_nothing(chunk: int) -> None:
+    """Any chunking gives the same value and gradient, also when the last chunk is smaller."""
+    predicted, true, mask = arguments(2, 3, 7, 11)
+    expected = plain_cross_entropy(predicted, true, mask, 2.0)
+    mine = soft_cross_entropy(predicted, true, mask, 2.0, chunk)
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(torch.autograd.grad(mine, predicted)[0], torch.autograd.grad(expected, predicted)[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 10**6])
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_through_the_head(chunk: int, share: float) -> None:
+    """From features through a head: same value and gradient as with all logits at once; agreement is that of the argmaxes. The head gets
+    no gradient even where its weights ask for one, as those of a freshly loaded model do."""
+    predicted, true, mask = arguments(3, 3, 7, 5, share=share)
+    linear = nn.Linear(5, 13, dtype=torch.float64)
+
+    def head(hidden: Tensor) -> Tensor:
+        return 3 * torch.tanh(linear(hidden))  # with a softcap: more than one matrix
+
+    mine, agree = soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)
+    expected = plain_cross_entropy(head(predicted), head(true), mask, 2.0)
+    torch.testing.assert_close(mine, expected)
+    (2 * mine).backward()
+    assert linear.weight.grad is None
+    torch.testing.assert_close(predicted.grad, torch.autograd.grad(2 * expected, predicted)[0])
+    assert int(agree) == int(((head(predicted).argmax(-1) == head(true).argmax(-1)) & mask).sum())
+    with torch.no_grad():
+        torch.testing.assert_close(soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)[0], expected.detach())
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under autocast."""
+    generator = torch.Generator().manual_seed(4)
+    predicted, true = (torch.randn(2, 4, 500, generator=generator).bfloat16() for _ in range(2))
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    expected = plain_cross_entropy(predicted.double(), true.double(), mask, 8.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = soft_cross_entropy(predicted, true, mask, 8.0)
+        distance = smooth_l1(predicted, true, mask, 8.0)
+    assert value.dtype == distance.dtype == torch.float32
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(distance.double(), plain_smooth_l1(predicted.double(), true.double(), mask, 8.0), rtol=1e-5, atol=1e-5)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    """exp overflows float32 at 89; logits of real heads with large scales reach it."""
+    predicted = torch.tensor([[[1000.0, -1000.0, 0.0]]], requires_grad=True)
+    loss = soft_cross_entropy(predicted, torch.tensor([[[900.0, -900.0, 899.0]]]), torch.ones(1, 1), 1.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert predicted.grad is not None
+    assert predicted.grad.isfinite().all()
+
+
+def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
+    """The head sees a chunk of rows at a time, each row once, and what waits for the backward has the size of the features."""
+    predicted, true, mask = arguments(5, 2, 50, 4)
+    head, rows = nn.Linear(4, 3000, dtype=torch.float64), list[int]()
+
+    def counting(hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[0])
+        result: Tensor = head(hidden)
+        return result
+
+    loss, _ = soft_cross_entropy_of(counting, predicted, true, mask, 1.0, 3000, 30_000)
+    assert max(rows) == 10
+    assert sum(rows) == 2 * int(mask.sum())
+    inner = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert [value.shape for value in inner.saved_tensors] == [(int(mask.sum()), 4)]  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
+def test_reference_losses_of_eagle1_from_features() -> None:
+    """The reference's vloss, ploss and loss from its own predicted features, with its mask and normaliser (mask.sum() + 1e-5)."""
+    said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
+    tensors = load_file(GOLDEN / "train_losses.safetensors")
+    weight = load_file(GOLDEN / "target_a" / "model.safetensors")["lm_head.weight"]
+    predicted, true, mask = tensors["eagle1.predict"], tensors["eagle1.target"], tensors["eagle1.loss_mask"]
+    normaliser = mask.sum() + 1e-5
+    vloss = smooth_l1(predicted, true, mask, normaliser)
+    ploss = soft_cross_entropy(predicted @ weight.T, true @ weight.T, mask, normaliser)
+    chunked, _ = soft_cross_entropy_of(lambda hidden: hidden @ weight.T, predicted, true, mask, normaliser, 256, 1000)
+    for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (chunked, "ploss"), (vloss + 0.1 * ploss, "loss")):
+        assert mine.item() == pytest.approx(said[theirs], abs=1e-5)
+
+
+@pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
+    """The net of eagle1 with the reference's head on its batch (no noise, its mask and normaliser): predicted features, both losses and
+    every gradient to 1e-4. Both ways to the cross-entropy."""
+    said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
+    tensors = load_file(GOLDEN / "train_losses.safetensors")
+    target = Target.load(GOLDEN / "target_a", dtype="float32", device="cpu")
+    net = Method.load(checkpoints.load(GOLDEN / "head_eagle1_a"), target).net.float()
+    features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    with torch.enable_grad():
+        predicted = net(features, target.embed(ids).float(), positions)
+        valid = tensors["eagle1.attention_mask"].bool()
+        torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
+        true, normaliser = tensors["eagle1.target"], mask.sum() + 1e-5
+        vloss = smooth_l1(predicted, true, mask, normaliser)
+        if chunked:
+            ploss, _ = soft_cross_entropy_of(target.head, predicted, true, mask, normaliser, target.vocab_size, 1000)
+        else:
+            ploss = soft_cross_entropy(target.head(predicted), target.head(true), mask, normaliser)
+        loss = vloss + 0.1 * ploss
+        loss.backward()
+    for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (loss, "loss")):
+        assert mine.item() == pytest.approx(said[theirs], abs=1e-4)
+    gradients = {ours: tensors[f"eagle1.grad.{theirs}"] for theirs, ours in NAMES.items() if f"eagle1.grad.{theirs}" in tensors}
+    parameters = dict(net.named_parameters())
+    assert gradients.keys() == parameters.keys()
+    for name, expected in gradients.items():
+        torch.testing.assert_close(parameters[name].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

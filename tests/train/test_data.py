@@ -1,0 +1,424 @@
+"""Which tokens count, which lines are refused and how, and that batches are a function of (seed, epoch)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from eyas.errors import InputError, OptionError
+from eyas.train.data import Batches, Example, Examples, Report, data_hash, read
+
+NESTLING = Path(__file__).parents[3] / "shared" / "models" / "nestling"
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_CONTENT = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+MARKED_NEWLINE = MARKED.replace("<|im_end|>{% endgeneration %}", "<|im_end|>{{ '\\n' }}{% endgeneration %}")
+INSTRUCT = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Drops the reasoning of every reply but the last, as thinking models do.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL_MARKED = FORGETFUL.replace(
+    "{% else %}{{ m['content'] }}{% endif %}",
+    "{% elif m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+)
+# Opens a reply with <think>, which a given reply does not have.
+THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}" + CHATML
+
+
+def byte_level() -> Tokenizer:
+    """Every byte a token, and offsets without the space before a word, as GPT-2's."""
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def merging() -> Tokenizer:
+    """Learnt merges, and trimmed offsets: ' hello' is said to stand on 'hello' alone."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    sentences = ["hello there, how are you today", "fine thanks and you", "user assistant system"] * 20
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """Like a SentencePiece model: a space is put before the text, spaces belong to the word after them, text is normalised."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    sentences = ["hello there, how are you today?", "fine thanks and you! [INST] [/INST]", "user assistant\n system é ü"] * 20
+    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    return tokenizer
+
+
+def tokenizer_with(template: str | None, make: Any = byte_level) -> PreTrainedTokenizerFast:
+    backend = make()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns(*contents: str, first: str = "user") -> list[dict[str, str]]:
+    """user, assistant, user, ... with these contents."""
+    pair = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": pair[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+TWO = turns("hello there", "fine thanks", "and you", "how are you")
+
+
+def write(folder: Path, *lines: Any, name: str = "chat.jsonl") -> Path:
+    file = folder / name
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    file.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
+    return file
+
+
+def one(folder: Path, tokenizer: Any, messages: Any, **options: Any) -> Example:
+    data = read(write(folder, {"messages": messages}), tokenizer, **options)
+    assert len(data.train) == 1, data.report.problems
+    example: Example = data.train[0]
+    return example
+
+
+def counted_texts(tokenizer: Any, example: Example) -> list[str]:
+    """What each run of counted tokens says."""
+    runs: list[list[int]] = []
+    for i, token in enumerate(example.ids):
+        if example.counted[i]:
+            if i == 0 or not example.counted[i - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
+
+
+# --- which tokens count --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [byte_level, merging, metaspace])
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_CONTENT, MARKED_NEWLINE, INSTRUCT])
+def test_exactly_the_replies_with_their_end_of_turn_count(tmp_path: Path, template: str, make: Any) -> None:
+    """Guards marks without the end-of-turn token (it would never be learnt), the newline after it (nobody generates it), counted headers,
+    and offsets that do not begin where a token's text begins (trimmed spaces, a space put before the text)."""
+    tokenizer = tokenizer_with(template, make)
+    example = one(tmp_path, tokenizer, TWO)
+    end = "</s>" if template is INSTRUCT else "<|im_end|>"
+    assert [said.strip() for said in counted_texts(tokenizer, example)] == [f"fine thanks{end}", f"how are you{end}"]
+    assert example.ids == tokenizer.apply_chat_template(TWO, return_dict=True)["input_ids"]
+
+
+def test_marks_agree_with_those_of_transformers(tmp_path: Path) -> None:
+    """Where transformers' own mask is right, ours is the same."""
+    tokenizer = tokenizer_with(MARKED)
+    theirs = tokenizer.apply_chat_template(TWO, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    assert any(theirs)
+    assert one(tmp_path, tokenizer, TWO).counted == [bool(m) for m in theirs]
+
+
+@pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT, CHATML])
+@pytest.mark.parametrize("content", ["fine ", " fine", "fïne ☕", "a  b\n\n", "日本", "x"])
+def test_spaces_and_wide_characters_at_the_edges(tmp_path: Path, template: str, content: str) -> None:
+    """A reply that ends with a space once made everything after it count: its last character has no token of its own where offsets are
+    trimmed. Characters of several tokens share one offset."""
+    tokenizer = tokenizer_with(template, merging)
+    texts = counted_texts(tokenizer, one(tmp_path, tokenizer, turns("hi", content, "hi", "ok")))
+    assert len(texts) == 2
+    assert texts[0].lstrip() == content.lstrip() + "<|im_end|>"
+    assert texts[1] == "ok<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, FORGETFUL_MARKED])
+def test_a_template_that_rewrites_earlier_turns_counts_the_last_reply_only(tmp_path: Path, template: str) -> None:
+    """In the whole text an earlier reply follows no reasoning; the model never generated it there. Seen per conversation: one without
+    reasoning is not rewritten and counts whole (with prefixes; those marks are on the last reply anyway)."""
+    tokenizer = tokenizer_with(template)
+    reasoned = turns("hi", "<think>greet</think>hello", "more", "<think>end</think>bye", "left over")
+    data = read(write(tmp_path, {"messages": reasoned}), tokenizer)
+    assert counted_texts(tokenizer, data.train[0]) == ["<think>end</think>bye<|im_end|>"]
+    assert data.report.last_only == 1
+    assert "rewrites earlier turns" in str(data.report)
+    plain = read(write(tmp_path, {"messages": turns("hi", "hello", "more", "bye")}), tokenizer)
+    assert counted_texts(tokenizer, plain.train[0]) == (
+        ["hello<|im_end|>", "bye<|im_end|>"] if template is FORGETFUL else ["bye<|im_end|>"]
+    )
+    assert plain.report.last_only == 0
+
+
+def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
+    """Openings of thinking models end with <think>: the reply still begins after the part of the opening that is there."""
+    tokenizer = tokenizer_with(THINKING)
+    data = read(write(tmp_path, {"messages": TWO}, {"messages": TWO[:2]}), tokenizer, heldout=0)
+    assert [counted_texts(tokenizer, example) for example in data.train] == [["how are you<|im_end|>"], ["fine thanks<|im_end|>"]]
+    assert data.report.last_only == 1
+
+
+def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
+    """With prefixes a reply that opens the conversation does not count: nothing says where its header ends."""
+    tokenizer = tokenizer_with(CHATML)
+    messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
+    assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == ["fine thanks<|im_end|>", "and more<|im_end|>"]
+    with pytest.raises(InputError, match="reply to nothing"):
+        one(tmp_path, tokenizer, messages[:1])
+    marked = tokenizer_with(MARKED)
+    assert counted_texts(marked, one(tmp_path, marked, messages))[0] == "welcome<|im_end|>"
+
+
+@pytest.mark.skipif(not NESTLING.exists(), reason="the model is not beside this checkout")
+def test_nestling(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(NESTLING)
+    example = one(tmp_path, tokenizer, TWO)
+    assert counted_texts(tokenizer, example) == ["fine thanks<|end|>", "how are you<|end|>"]
+    unmarked = AutoTokenizer.from_pretrained(NESTLING)
+    unmarked.chat_template = unmarked.chat_template.replace("{% generation %}", "{% if true %}").replace(
+        "{% endgeneration %}", "{% endif %}"
+    )
+    assert one(tmp_path, unmarked, TWO) == example
+
+
+# --- forms of a file -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_a_conversation_is_the_same_example(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    names = {"user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TWO]
+    lines = [{"messages": TWO}, {"conversations": TWO}, {"id": "x", "conversations": sharegpt}, {"messages": parts}]
+    data = read(write(tmp_path, *lines), tokenizer, heldout=0)
+    assert len(data.train) == 4
+    assert all(example == data.train[0] for example in data.train)
+
+
+def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
+    """A .gz by its first bytes, a JSON array as ShareGPT is published, a byte-order mark, blank lines."""
+    tokenizer = tokenizer_with(CHATML)
+    plain = write(tmp_path, {"messages": TWO}, "", {"messages": TWO[:2]})
+    packed, array = tmp_path / "chat.jsonl.gz", tmp_path / "array.json"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    array.write_text(json.dumps([{"messages": TWO}, {"messages": TWO[:2]}], indent=1))
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    expected = list(read(plain, tokenizer, heldout=0).train)
+    for file in (packed, array, marked):
+        assert list(read(file, tokenizer, heldout=0).train) == expected
+    assert len(read([plain, packed], tokenizer, heldout=0).train) == 4
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces; everything counts."""
+    tokenizer = tokenizer_with(None)
+    file = write(tmp_path, "first one", "on two lines<|endoftext|>second", "<|endoftext|>", "<|endoftext|>", "0123456789" * 3, name="a.txt")
+    data = read(file, tokenizer, heldout=0, max_length=23)
+    assert [tokenizer.decode(example.ids) for example in data.train] == [
+        "first one\non two lines",
+        "second",
+        ("0123456789" * 3)[:23],
+        "3456789",
+    ]
+    assert all(all(example.counted) for example in data.train)
+    whole = write(tmp_path, "no mark at all", name="b.txt")
+    assert tokenizer.decode(read(whole, tokenizer, heldout=0).train[0].ids) == "no mark at all"
+
+
+# --- bad lines -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{broken", r"not JSON .* repair or drop the line"),
+        ("[" * 100_000, r"JSON"),
+        ("3", r"not a JSON object"),
+        ({"text": "hi"}, r'no list "messages" or "conversations"'),
+        ({"messages": "hi"}, r'no list "messages"'),
+        ({"messages": []}, r"no assistant's turn"),
+        ({"messages": TWO[:1]}, r"no assistant's turn"),
+        ({"messages": ["hi"]}, r"turn 1 is not an object"),
+        ({"messages": [*TWO, {"role": "asistant", "content": "x"}]}, r"turn 5 has the unknown role 'asistant'; did you mean assistant"),
+        ({"messages": [*TWO, {"content": "x"}]}, r"turn 5 has the unknown role None"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"turn 1 has the unknown role"),
+        ({"messages": [{"role": "user", "content": None}]}, r"content of turn 1 is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, r"content of turn 1 is not text"),
+        ({"messages": [{"role": "system", "content": "x"}, *TWO]}, r"the chat template refuses the conversation \(no system turns here\)"),
+        ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
+        ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),
+    ],
+)
+def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, said: str) -> None:
+    """One clear line with the file, the number and what to do; the good lines around it are read."""
+    file = write(tmp_path, {"messages": TWO}, line, {"messages": TWO})
+    data = read(file, tokenizer_with(STRICT), max_length=200, heldout=0)
+    assert len(data.train) == 2
+    assert (data.report.lines, data.report.bad) == (3, 1)
+    (problem,) = data.report.problems
+    assert problem.startswith(f"{file}:2: ")
+    assert "\n" not in problem
+    assert re.search(said, problem), problem
+
+
+def test_bytes_that_are_no_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(json.dumps({"messages": TWO}).encode() + b'\n{"messages": "\xff"}\n')
+    (problem,) = read(file, tokenizer_with(CHATML), heldout=0).report.problems
+    assert problem == f"{file}:2: not UTF-8 at byte 14; save the file as UTF-8 or drop the line"
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    with pytest.raises(InputError, match=r"none of its 2 lines can be used; the first: .*:1: not JSON"):
+        read(write(tmp_path, "{", "["), tokenizer)
+    with pytest.raises(InputError, match="is empty"):
+        read(write(tmp_path, "", ""), tokenizer)
+    with pytest.raises(InputError, match="does not exist"):
+        read(tmp_path / "missing.jsonl", tokenizer)
+    with pytest.raises(InputError, match="is a folder"):
+        read(tmp_path, tokenizer)
+    with pytest.raises(InputError, match="no chat template"):
+        read(write(tmp_path, {"messages": TWO}), tokenizer_with(None))
+    for damage in (slice(None, -9), slice(None, 20)):
+        broken = tmp_path / "chat.jsonl.gz"
+        broken.write_bytes(gzip.compress(json.dumps({"messages": TWO}).encode() * 50)[damage])
+        with pytest.raises(InputError, match="cannot be read"):
+            read(broken, tokenizer)
+    with pytest.raises(InputError, match="array"):
+        read(write(tmp_path, "[{}", name="x.json"), tokenizer)
+    with pytest.raises(InputError, match="tokens, at least 3 are needed"):
+        read(write(tmp_path, "a", name="x.txt"), tokenizer)
+
+
+def test_options() -> None:
+    for options in ({"max_length": 2}, {"heldout": 1.0}, {"heldout": -0.1}):
+        with pytest.raises(OptionError):
+            read("nowhere", tokenizer_with(CHATML), **options)
+
+
+# --- truncation, split, hash ---------------------------------------------------------------------------------------------------------
+
+
+def test_truncation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    whole = one(tmp_path, tokenizer, TWO)
+    data = read(write(tmp_path, {"messages": TWO}), tokenizer, max_length=60)
+    assert data.train[0] == Example(whole.ids[:60], whole.counted[:60])
+    assert data.report.truncated == 1
+    assert data.report.tokens == 60
+    assert data.report.counted_tokens == sum(whole.counted[:60])
+
+
+def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
+    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
+    tokenizer = tokenizer_with(CHATML)
+    lines = [{"messages": turns(f"question {i}", f"answer {i}")} for i in range(400)]
+
+    def sides(*lines: Any) -> tuple[set[str], set[str]]:
+        data = read(write(tmp_path, *lines), tokenizer, heldout=0.1)
+        return {tokenizer.decode(e.ids) for e in data.train}, {tokenizer.decode(e.ids) for e in data.heldout}
+
+    train, heldout = sides(*lines)
+    assert 20 < len(heldout) < 60
+    assert not train & heldout
+    assert sides(*lines[::-1], *lines[:50]) == (train, heldout)
+    few_train, few_heldout = sides(*lines[:200])
+    assert few_train <= train
+    assert few_heldout <= heldout
+    assert [len(side) for side in sides(*lines[:2])] == [1, 1]
+    assert [len(side) for side in sides(*lines[:1])] == [1, 0]
+
+
+def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "one", name="a"), write(tmp_path, "two", name="b")
+    assert data_hash(a) == hashlib.sha256(a.read_bytes()).hexdigest()
+    assert data_hash([a, b]) != data_hash([b, a])
+    file = write(tmp_path, {"messages": TWO})
+    assert read(file, tokenizer_with(CHATML)).sha256 == data_hash(file)
+
+
+def test_every_line_is_told(tmp_path: Path) -> None:
+    seen: list[int] = []
+    read(
+        write(tmp_path, {"messages": TWO}, "{", {"messages": TWO}), tokenizer_with(CHATML), on_line=lambda report: seen.append(report.lines)
+    )
+    assert seen == [1, 2, 3]
+    assert str(Report()) == "0 examples, 0 tokens, 0 of them counted"
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------------------
+
+
+def some(*lengths: int) -> Examples:
+    examples = Examples()
+    for length in lengths:
+        examples.append(Example(list(range(1, length + 1)), [i >= length // 2 for i in range(length)]))
+    return examples
+
+
+def test_batches_hold_everything_once_and_fit() -> None:
+    lengths = [3 + (7 * i) % 61 for i in range(500)]
+    batches = Batches(some(*lengths), 256, seed=3)
+    for epoch in (0, 1, None):
+        plan = batches.plan(epoch)
+        assert sorted(i for batch in plan for i in batch) == list(range(500))
+        sizes = [len(batch) * max(lengths[i] for i in batch) for batch in plan]
+        assert max(sizes) <= 256
+        assert sum(lengths) / sum(sizes) > 0.8  # of what is computed is not padding
+
+
+def test_batches_are_a_function_of_seed_and_epoch() -> None:
+    examples = some(*[3 + i % 40 for i in range(200)])
+    plan = Batches(examples, 128, seed=1).plan(5)
+    assert plan == Batches(examples, 128, seed=1).plan(5)
+    assert plan != Batches(examples, 128, seed=1).plan(6)
+    assert plan != Batches(examples, 128, seed=2).plan(5)
+    assert Batches(examples, 128, seed=1).plan(None) == Batches(examples, 128, seed=2).plan(None)
+
+
+def test_rows_are_padded_on_the_right() -> None:
+    batches = Batches(some(3, 5), 64)
+    tokens, counted = batches.load([0, 1])
+    assert tokens.tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 4, 5]]
+    assert counted.tolist() == [[False, True, True, False, False], [False, False, True, True, True]]
+    assert batches.tokens([0, 1]) == 8
+
+
+def test_an_example_that_fits_no_batch() -> None:
+    with pytest.raises(OptionError, match="batch_tokens is 4, the longest example has 5 tokens"):
+        Batches(some(3, 5), 4)
+
+
+def test_examples_are_a_sequence() -> None:
+    examples = some(3, 4, 5)
+    assert [len(e.ids) for e in examples] == [3, 4, 5]
+    assert examples[-1] == examples[2]
+    assert examples[1:] == [examples[1], examples[2]]
+    with pytest.raises(IndexError):
+        examples[3]

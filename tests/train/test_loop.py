@@ -1,0 +1,514 @@
+"""The loop on a method and a target of the tests' own: exact resumption, interrupts, bad numbers, what is left in the folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import eyas
+from eyas import checkpoints
+from eyas.drafters.vanilla import Method as Vanilla
+from eyas.errors import EyasError, FitError, InputError, OptionError
+from eyas.train.config import TrainConfig
+from eyas.train.data import Batches
+from eyas.train.loop import Outcome, train
+from eyas.train.progress import Progress, bar
+from train import toy
+from train.toy import Toy, ToyTarget, run
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are in another order with another number of threads; the toy's heads have no published format."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(checkpoints, "save", toy.save_toy)
+
+
+def state(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True)
+    return found
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """All tensors and values of a state, except the time it took."""
+    if isinstance(value, dict):
+        return {key: leaf for k, inner in value.items() if k != "seconds" for key, leaf in leaves(inner, f"{name}/{k}").items()}
+    return {name: value.tolist() if isinstance(value, Tensor) else value}
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit by bit: weights, optimiser, best head, place in the data, log, published head."""
+    left, right = leaves(state(a)), leaves(state(b))
+    left.pop("/config/save_every"), right.pop("/config/save_every")
+    assert left == right
+    assert log(a) == log(b)
+    heads = toy.load_toy(a), toy.load_toy(b)
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+class Stop:
+    """Raises KeyboardInterrupt after a step, as a second Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, now: Progress) -> None:
+        if now.step == self.step and not now.note:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "save", toy.save_toy)
+        torch.set_num_threads(1)
+        run(folder)
+    return folder
+
+
+# --- it trains -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls_and_the_best_head_is_in_the_folder(tmp_path: Path) -> None:
+    drafter, told = Toy(), list[Progress]()
+    outcome = run(tmp_path, drafter, more=told.append, steps=60, eval_every=10)
+    heldout = [entry["heldout"]["loss"] for entry in log(tmp_path) if "heldout" in entry]
+    assert len(heldout) == 6
+    assert min(heldout) < 0.8 * heldout[0]
+    assert outcome.heldout["loss"] == min(heldout)
+    assert outcome.step == outcome.steps == 60
+    assert not outcome.interrupted
+    assert outcome.best_step == 10 * (1 + heldout.index(min(heldout)))
+    head = toy.load_toy(tmp_path)
+    assert all(torch.equal(value, head[name]) for name, value in drafter.net.state_dict().items())
+    assert not drafter.net.training
+    steps = [now.step for now in told if not now.note]
+    assert steps == list(range(1, 61))
+    assert {"loss", "0-alpha"} <= set(told[-1].heldout)
+
+
+def test_the_best_is_kept_when_later_heads_are_worse(tmp_path: Path) -> None:
+    """A learning rate that wrecks the net after a while: the head of the best evaluation stays, in the folder and in the net."""
+    drafter, heads = Toy(), dict[float, dict[str, Tensor]]()
+
+    def watch(now: Progress) -> None:
+        if "held-out" in now.note:
+            heads[now.heldout["loss"]] = {name: value.clone() for name, value in drafter.net.state_dict().items()}
+
+    outcome = run(tmp_path, drafter, more=watch, lr=0.5, steps=12, eval_every=1)
+    assert outcome.best_step < 12
+    assert outcome.heldout["loss"] == min(heads)
+    assert all(torch.equal(value, heads[min(heads)][name]) for name, value in toy.load_toy(tmp_path).items())
+    assert all(torch.equal(value, heads[min(heads)][name]) for name, value in drafter.net.state_dict().items())
+
+
+def test_patience_ends_a_run(tmp_path: Path) -> None:
+    outcome = run(tmp_path, lr=0.5, steps=60, eval_every=1, patience=3)
+    assert outcome.step < 60
+    assert outcome.step == outcome.best_step + 3
+    assert run(tmp_path, lr=0.5, steps=60, eval_every=1, patience=3).step == outcome.step  # and stays ended
+
+
+def test_nothing_held_out(tmp_path: Path) -> None:
+    """Then the last weights are the head."""
+    drafter = Toy()
+    outcome = run(tmp_path, drafter, heldout=0, steps=4)
+    assert (outcome.best_step, dict(outcome.heldout)) == (4, {})
+    assert all(torch.equal(value, state(tmp_path)["net"][name]) for name, value in toy.load_toy(tmp_path).items())
+
+
+def test_figures_of_the_caller(tmp_path: Path) -> None:
+    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net in eval mode."""
+    modes = []
+
+    def evaluate(drafter: Any) -> dict[str, float]:
+        modes.append(drafter.net.training)
+        return {"1-alpha": 0.5 + len(modes) / 100}
+
+    outcome = run(tmp_path, steps=4, eval_every=2, evaluate=evaluate)
+    assert modes == [False, False]
+    assert [entry["heldout"]["1-alpha"] for entry in log(tmp_path) if "heldout" in entry] == [0.51, 0.52]
+    assert outcome.heldout["1-alpha"] in (0.51, 0.52)
+
+
+def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
+    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of their union.
+
+    All examples in one batch of 40 x 16 or in several: the same first update up to rounding."""
+    torch.manual_seed(0)
+    whole, parts = Toy(), Toy()
+    for drafter in (whole, parts):
+        drafter.net.eval()
+        drafter.net.train = lambda mode=True, net=drafter.net: net  # type: ignore[method-assign,assignment,misc]  # no dropout, no noise
+    batches = len(Batches(toy.examples(), 160).plan(0))
+    assert batches > 2
+    first = {"steps": 1, "warmup_steps": 0, "log_every": 1}
+    run(tmp_path / "whole", whole, batch_tokens=1000, accumulation=1, **first)
+    run(tmp_path / "parts", parts, batch_tokens=160, accumulation=batches, **first)
+    torch.testing.assert_close(log(tmp_path / "whole")[0]["loss"], log(tmp_path / "parts")[0]["loss"])
+    torch.testing.assert_close(log(tmp_path / "whole")[0]["grad_norm"], log(tmp_path / "parts")[0]["grad_norm"])
+
+
+def test_bf16_autocast_keeps_float32_weights(tmp_path: Path) -> None:
+    drafter = Toy()
+    run(tmp_path, drafter, precision="bf16", steps=3)
+    assert all(value.dtype == torch.float32 for value in drafter.net.state_dict().values())
+    run(tmp_path / "plain", precision="float32", steps=3)
+    assert log(tmp_path)[0]["loss"] != log(tmp_path / "plain")[0]["loss"]
+    assert log(tmp_path)[0]["loss"] == pytest.approx(log(tmp_path / "plain")[0]["loss"], rel=0.02)
+
+
+def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 a step of 1e-4 of a weight rounds to nothing."""
+    drafter = Toy()
+    drafter.net.bfloat16()
+    run(tmp_path, drafter, steps=3)
+    assert all(value.dtype == torch.float32 for value in state(tmp_path)["net"].values())
+    assert all(value.dtype == torch.bfloat16 for value in drafter.net.state_dict().values())
+
+
+def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    run(tmp_path, steps=3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 11])
+def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path, step: int) -> None:
+    """Same bits of weights, optimiser, best head and log, whether interrupted at an evaluation, beside one, or across epochs."""
+    first = run(tmp_path, more=Stop(step))
+    assert first.interrupted
+    assert (first.step, state(tmp_path)["step"]) == (step, step)
+    second = run(tmp_path, Toy(seed=5))  # other first weights: they come from the state
+    assert (second.step, second.interrupted) == (12, False)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undisturbed: Path) -> None:
+    """Saved every 5 steps and ended at 8 without warning: the log and the best head of steps 6 to 8 are made again, not twice."""
+
+    class CrashError(Exception):
+        pass
+
+    def crash(now: Progress) -> None:
+        if now.step == 8 and not now.note:
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        run(tmp_path, more=crash, save_every=5)
+    assert state(tmp_path)["step"] == 5
+    assert log(tmp_path)[-1]["step"] == 8
+    run(tmp_path, save_every=5)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_killed_at_a_random_moment(tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9, wherever it hits; then what is there is whole and resuming ends with the same bits. The moment is random, the result is not:
+    no false alarm. A run takes 24 losses of 0.1 s; the kill falls into the first second after the first state."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = f"from train import toy; toy.slow_run({str(tmp_path)!r}, 0.1)"
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "state.pt").exists():
+        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 1))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it was over before the kill; make it slower"
+    step = state(tmp_path)["step"]
+    assert 0 < step <= 12
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_starting_anew_forgets_the_old_run(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path, lr=0.1)
+    run(tmp_path, resume=False)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path)
+    drafter = Toy()
+    outcome = run(tmp_path, drafter)
+    assert drafter.losses == 0
+    assert outcome.step == 12
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path, steps=2, warmup_steps=1)
+    with pytest.raises(OptionError, match=r"lr 0\.01 there, 0\.02 now; .*betas \[0\.9, 0\.95\] there, \[0\.9, 0\.99\] now") as told:
+        run(tmp_path, steps=2, warmup_steps=1, lr=0.02, betas=(0.9, 0.99))
+    assert "\n" not in str(told.value)
+    with pytest.raises(OptionError, match="other target model"):
+        run(tmp_path, Toy(target=ToyTarget(seed=1)), steps=2, warmup_steps=1)
+    config = TrainConfig(**{**toy.CONFIG, "steps": 2, "warmup_steps": 1})
+    with pytest.raises(OptionError, match="other training or held-out examples"):
+        train(Toy(), toy.examples(41), toy.examples(6, 1), config, tmp_path)
+    other = Toy()
+    other.net = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="net with other layers"):
+        run(tmp_path, other, steps=2, warmup_steps=1)
+    run(tmp_path, steps=2, warmup_steps=1, save_every=7, log_every=3)  # how often it saves is free
+
+
+def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
+    run(tmp_path, steps=2, warmup_steps=1)
+    whole = (tmp_path / "state.pt").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"not a state at all"):
+        (tmp_path / "state.pt").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"state\.pt is damaged .*delete it"):
+            run(tmp_path, steps=2, warmup_steps=1)
+    torch.save({"other": 1}, tmp_path / "state.pt")
+    with pytest.raises(InputError, match="no state of a training"):
+        run(tmp_path, steps=2, warmup_steps=1)
+
+
+# --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path) -> None:
+    """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
+    before, drafter, notes = signal.getsignal(signal.SIGINT), Toy(), list[str]()
+    plain = drafter.loss
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        if drafter.losses == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(batch, generator)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    outcome = run(tmp_path, drafter, more=lambda now: notes.append(now.note))
+    assert (outcome.interrupted, outcome.step) == (True, 5)
+    assert "stopping after this step; once more stops at once" in notes
+    assert signal.getsignal(signal.SIGINT) is before
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_an_interrupt_inside_a_step_saves_the_step_before(tmp_path: Path, undisturbed: Path) -> None:
+    drafter = Toy()
+    plain = drafter.loss
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        if drafter.losses == 9:
+            raise KeyboardInterrupt
+        return plain(batch, generator)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    assert run(tmp_path, drafter, save_every=0).step == 4
+    assert state(tmp_path)["step"] == 4
+    run(tmp_path, save_every=0)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_an_interrupt_inside_the_update_keeps_the_last_whole_state(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the weights changed: that must never be saved."""
+    update, calls = torch.optim.AdamW.step, []
+
+    def step(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 9:
+            self.param_groups[0]["params"][0].data.zero_()
+            raise KeyboardInterrupt
+        return update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        assert run(tmp_path, save_every=3).interrupted
+    assert state(tmp_path)["step"] == 6
+    run(tmp_path, save_every=3)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_not_in_the_main_thread(tmp_path: Path) -> None:
+    """Python refuses signal handlers there; training goes on without."""
+    found: list[Outcome] = []
+    thread = threading.Thread(target=lambda: found.append(run(tmp_path, steps=3)))
+    thread.start()
+    thread.join()
+    assert found[0].step == 3
+
+
+def test_nan_stops_and_keeps_the_last_good_state(tmp_path: Path) -> None:
+    drafter = Toy()
+    drafter.bad_from = 14  # two losses a step: step 8 is bad
+    with pytest.raises(EyasError, match=r"NaN or infinite at step 8; the state of step 6 stays in .*; start anew with a lower lr") as told:
+        run(tmp_path, drafter, save_every=3)
+    assert "\n" not in str(told.value)
+    assert state(tmp_path)["step"] == 6
+    assert all(value.isfinite().all() for value in state(tmp_path)["net"].values())
+    assert all(value.isfinite().all() for value in toy.load_toy(tmp_path).values())
+
+
+def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
+    drafter = Toy()
+
+    def wreck(now: Progress) -> None:
+        if now.step == 4 and not now.note:
+            next(drafter.net.parameters()).data.fill_(float("inf"))
+
+    with pytest.raises(EyasError, match="NaN or infinite"):
+        run(tmp_path, drafter, more=wreck)
+    assert state(tmp_path)["step"] == 3
+
+
+def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of before stays, and nothing half written."""
+    replace, calls = os.replace, []
+
+    def full(source: Any, place: Any) -> None:
+        calls.append(place)
+        if str(place).endswith("state.pt") and len([c for c in calls if str(c).endswith("state.pt")]) == 3:
+            raise OSError(28, "No space left on device")
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match=r"cannot write .*state\.pt: no space left; free some and resume"):
+        run(tmp_path)
+    assert state(tmp_path)["step"] == 2
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(InputError, match="cannot write"):
+            run(folder)
+
+
+def test_out_of_memory_names_the_batch(tmp_path: Path) -> None:
+    drafter = Toy()
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        raise torch.OutOfMemoryError("of the device")
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(FitError, match=r"batch of \d+ x \d+ tokens; lower batch_tokens \(now 48\)"):
+        run(tmp_path, drafter)
+
+
+def test_what_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="vanilla has nothing to train"):
+        train(Vanilla(Toy().target), toy.examples(), [], TrainConfig(), tmp_path)
+    with pytest.raises(InputError, match="no training examples"):
+        train(Toy(), [], [], TrainConfig(), tmp_path)
+
+
+# --- records -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_beside_the_weights(tmp_path: Path) -> None:
+    config = TrainConfig(**toy.CONFIG)
+    train(Toy(), toy.examples(), toy.examples(6, 1), config, tmp_path, about={"data_sha256": "abc"})
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["data_sha256"] == "abc"
+    assert record["target"] == {"name": "toy", "fingerprint": "toy0"}
+    assert record["config"]["lr"] == 1e-2
+    assert record["seed"] == 0
+    assert record["steps"] == record["step"] == 12
+    assert record["versions"]["eyas"] == eyas.__version__
+    assert record["versions"]["torch"] == torch.__version__
+    assert [entry["step"] for entry in record["losses"]] == [3, 6, 9, 12]
+    assert record["tokens"] == state(tmp_path)["tokens"] > 0
+    assert record["seconds"] > 0
+    assert record["command"]
+    card = (tmp_path / "README.md").read_text()
+    assert "# toy draft head for toy" in card
+    assert "| 0-alpha |" in card
+    assert "--method toy" in card
+
+
+def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
+    for terminal in (True, False):
+        screen = io.StringIO()
+        with bar(Console(file=screen, force_terminal=terminal, width=200)) as show:
+            run(tmp_path / str(terminal), more=show, steps=6)
+        assert "held-out loss" in screen.getvalue()
+        assert "0-alpha" in screen.getvalue()
+        assert "6/6" in screen.getvalue()
+
+
+# --- options -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": float("nan")}, "lr must be 0 or more; got nan"),
+        ({"min_lr_share": 1.5}, "min_lr_share is a share"),
+        ({"heldout": 1.0}, "heldout must leave something"),
+        ({"betas": (0.9, 1.0)}, "betas are two numbers"),
+        ({"steps": 0}, "steps must be a whole number, 1 or more; got 0"),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
+        ({"precision": "fp16"}, "precision is unknown"),
+        ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
+        ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
+        ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        TrainConfig(**options)
+
+
+def test_the_length_of_a_run() -> None:
+    batches = Batches(toy.examples(), 48, seed=0)
+    epoch = [len(batches.plan(e)) for e in range(3)]
+    base = {"batch_tokens": 48, "max_length": 16}
+    assert TrainConfig(**base).total_steps(batches) == epoch[0]
+    assert TrainConfig(**base, epochs=2.5).total_steps(batches) == epoch[0] + epoch[1] + round(0.5 * epoch[2])
+    assert TrainConfig(**base, epochs=2.0, accumulation=100).total_steps(batches) == 1
+    assert TrainConfig(**base, steps=7).total_steps(batches) == 7
+    first = batches.tokens(batches.plan(0)[0])
+    assert TrainConfig(**base, tokens=first).total_steps(batches) == 1
+    assert TrainConfig(**base, tokens=first + 1).total_steps(batches) == 2
+    with pytest.raises(OptionError, match="warmup_steps is 7, the whole training has 7 steps"):
+        TrainConfig(**base, steps=7, warmup_steps=7).total_steps(batches)
+
+
+@pytest.mark.parametrize(("schedule", "middle", "last"), [("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)])
+def test_the_learning_rate(schedule: Any, middle: float, last: float) -> None:
+    config = TrainConfig(lr=1.0, schedule=schedule, warmup_steps=10, min_lr_share=0.1)
+    assert [config.lr_at(step, 110) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
+    assert config.lr_at(10, 110) == pytest.approx(1.0)
+    assert config.lr_at(60, 110) == pytest.approx(middle)
+    assert config.lr_at(110, 110) == pytest.approx(last)
+    assert TrainConfig().lr_at(0, 10) == 5e-4  # too short for a warm-up

@@ -1,0 +1,230 @@
+"""Flags that several commands share, and the flags that methods bring with them.
+
+A method's flags come from the fields of its `Options`: `--tree.nodes` is the field `nodes` of the field `tree`. They are collected
+from all methods of the folder when a command that takes them is run or asked for help (`eyas --help` itself imports no method), and from
+the method at the dotted path after `--method`, if there is one. Whether a method has the flags that were given is for `options_from` to
+say.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import rich_click as click
+from rich.markup import escape
+
+__all__ = [
+    "MODEL",
+    "MODEL_BASE",
+    "SAMPLING",
+    "SAMPLING_LAW",
+    "VERBOSE",
+    "Command",
+    "Flag",
+    "MethodCommand",
+    "examples",
+    "field_option",
+    "flags_of",
+    "method_options",
+    "option",
+    "stack",
+]
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
+
+_OUTSIDE = "eyas.cli.outside_method"  # key of Context.meta: the dotted path after --method
+
+
+def stack(*decorators: Decorator) -> Callable[[Decorated], Decorated]:
+    """Several decorators as one; their options appear in this order."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def examples(*lines: tuple[str, str], more: tuple[str, ...] = ()) -> str:
+    """The end of a help page: commands with what they are for, then lines of markup. (rich-click joins lines that no blank line parts.)"""
+    shown = [f"[cyan]{escape(line)}[/]  [dim]{what}[/]" for line, what in lines]
+    return "\n\n".join(["[bold]Examples[/]", *shown, *([" ", *more] if more else [])])
+
+
+def option(panel: str, *names: str, **settings: Any) -> Decorator:
+    """A click option in a panel of the help page; a default is shown there."""
+    return click.option(*names, panel=panel, show_default="default" in settings, **settings)
+
+
+VERBOSE = option("Machine", "--verbose", is_flag=True, help="Show what the libraries below say while they load.")
+
+MODEL_BASE = stack(
+    option("Model", "--target", metavar="PATH|HUB", help="The model: a folder or a hub id. Default: the embedded model."),
+    option("Model", "--tokenizer", metavar="PATH|HUB", help="Where it is not in the target's folder."),
+    option("Model", "--trust-remote-code", is_flag=True, help="Run Python code that comes with the target."),
+    option(
+        "Machine", "--dtype", default="auto", metavar="NAME", help="float32, bfloat16, float16; auto: float32 on a CPU, else as stored."
+    ),
+    option("Machine", "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, ..."),
+    VERBOSE,
+)
+
+MODEL = stack(
+    MODEL_BASE,
+    option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
+    option("Model", "--method", metavar="NAME", help="How to draft: see `eyas methods`. Default: the best for this head."),
+)
+
+SAMPLING = stack(
+    option("Sampling", "--max-new-tokens", type=int, metavar="N", help="Default: 256, or what fits the context."),
+    option("Sampling", "--temperature", type=float, default=0.0, help="0: always the most probable token."),
+    option("Sampling", "--top-k", type=int, default=0, help="Only the k most probable tokens; 0: all."),
+    option("Sampling", "--top-p", type=float, default=1.0, help="Only the most probable tokens that hold this mass."),
+    option("Sampling", "--min-p", type=float, default=0.0, help="Only tokens of at least this share of the best one's."),
+    option("Sampling", "--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
+    option("Sampling", "--seed", type=int, default=0, help="Same seed, same text."),
+    option("Sampling", "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
+)
+SAMPLING_LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+PANELS = ("Prompt", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine", "Options")
+
+
+class Command(click.RichCommand):
+    """A command whose help shows the panels in one order everywhere."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.panels = [click.RichOptionPanel(name) for name in PANELS]
+
+
+class MethodCommand(Command):
+    """A command that takes the flags of every method."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        own = super().get_params(ctx)
+        return [*own[:-1], *_method_flags(ctx.meta.get(_OUTSIDE)), *own[-1:]]  # --help stays the last
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        name = _value_of("--method", args)
+        if name and "." in name:
+            ctx.meta[_OUTSIDE] = name
+        return super().parse_args(ctx, args)
+
+
+def method_options(ctx: click.Context) -> dict[str, Any]:
+    """The method's options that were given, by their dotted names."""
+    return dict(ctx.meta.get("Method", {}))
+
+
+def _value_of(option: str, args: list[str]) -> str | None:
+    for i, argument in enumerate(args):
+        if argument == option and i + 1 < len(args):
+            return args[i + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+@functools.cache
+def _method_flags(outside: str | None) -> tuple[click.Parameter, ...]:
+    """One click option for each name that any method has. The same objects at every call: click compares them."""
+    from eyas import drafters
+
+    found: dict[str, dict[str, Flag]] = {}
+    for method in [*drafters.names(), *([outside] if outside else [])]:
+        for flag in flags_of(drafters.find(method).Options):
+            found.setdefault(flag.name, {})[method] = flag
+    options = []
+    for by_method in found.values():
+        where = "; ".join(f"{method}: {flag.shown}" for method, flag in by_method.items())
+        explained = next((flag.help for flag in by_method.values() if flag.help), "")
+        options.append(field_option(next(iter(by_method.values())), "Method", f"{explained} [{where}]"))
+    return tuple(options)
+
+
+# --- fields of a dataclass as options --------------------------------------------------------------------------------------------------
+
+
+class Flag(NamedTuple):
+    """A field of an options dataclass, or of a dataclass in it."""
+
+    name: str  # dotted
+    default: Any
+    annotation: Any
+    help: str
+
+    @property
+    def shown(self) -> str:
+        """Its default, for people."""
+        value = self.default
+        return "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def flags_of(kind: type, prefix: str = "") -> Iterator[Flag]:
+    """Every field. What it is for is said by its metadata, else by the comment behind it in the source."""
+    defaults, hints, said = kind(), get_type_hints(kind), _comments(kind)
+    for field in fields(kind):
+        value = getattr(defaults, field.name)
+        if is_dataclass(value):
+            yield from flags_of(type(value), f"{prefix}{field.name}.")
+        else:
+            yield Flag(prefix + field.name, value, hints[field.name], str(field.metadata.get("help", said.get(field.name, ""))))
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """Field name -> the comment on its line, for a dataclass whose source is at hand, and its bases."""
+    lines = list[str]()
+    for one in reversed(kind.__mro__[:-1]):
+        with suppress(OSError, TypeError):
+            lines += inspect.getsource(one).splitlines()
+    return {found[1]: found[2].strip() for line in lines if (found := re.match(r"\s+(\w+): .*?\s# (?!noqa|type:)(.+)$", line))}
+
+
+def field_option(flag: Flag, panel: str, said: str) -> click.Option:
+    """A click option that puts what is given into `ctx.meta[panel]`, by the flag's name; nothing when it is not given."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value is not None:
+            ctx.meta.setdefault(panel, {})[flag.name] = value
+
+    kind, metavar = _click_type(flag.annotation)
+    return click.RichOption(
+        [f"--{flag.name.replace('_', '-')}", re.sub(r"\W", "__", flag.name)],
+        type=kind, metavar=metavar, callback=keep, expose_value=False, help=escape(said.strip()), panel=panel,
+    )  # fmt: skip
+
+
+def _click_type(annotation: Any) -> tuple[Any, str | None]:
+    """How a value of this annotation is read from the command line, and how it is shown."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) in (Union, UnionType) and parts:
+        return _click_type(parts[0])
+    if get_origin(annotation) is Literal:
+        return click.Choice([str(part) for part in parts]), None
+    if get_origin(annotation) is tuple:
+        return _Numbers(), ",".join("N" * max(2, len(parts)))
+    plain: dict[Any, Any] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
+    return plain.get(annotation, click.STRING), None
+
+
+class _Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Numbers separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            return tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers separated by commas", param, ctx)

@@ -1,0 +1,90 @@
+"""Answers as they come: adding up the pieces of a stream, and which characters of them were drafted."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eyas.llm import LLM, Piece, Result
+
+__all__ = ["Painter", "Tally", "summary"]
+
+
+class Tally:
+    """Hands on the pieces of a stream and adds them up; its clock runs only while the stream works, not while its text is shown."""
+
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.accepted: list[int] = []
+        self.finish_reason: str | None = None
+        self.seconds = self.prefill_seconds = 0.0
+
+    def __iter__(self) -> Tally:
+        return self
+
+    def __next__(self) -> Piece:
+        began = time.perf_counter()
+        try:
+            piece = next(self._pieces)
+        finally:
+            self.seconds += time.perf_counter() - began
+        if self.token_ids:
+            self.accepted.append(piece.accepted)
+        else:
+            self.prefill_seconds = self.seconds  # the first piece is the prompt's own token
+        self.text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def result(self, otherwise: str = "interrupted") -> Result:
+        """What came so far; `otherwise` is the reason of a stream that was not read to its end."""
+        from eyas.llm import Result, Stats
+
+        emitted = max(0, len(self.token_ids) - 1)
+        stats = Stats(len(self.accepted), tuple(self.accepted), self.seconds, self.prefill_seconds, tokens=emitted)
+        return Result("".join(self.text), tuple(self.token_ids), self.finish_reason or otherwise, stats)
+
+
+class Painter:
+    """Splits the text of pieces into what was drafted and what was not.
+
+    A piece's text may come later than its tokens (characters that were incomplete, the beginning of a stop string): the texts of the tokens
+    wait in a line, each with its mark, and the text of the pieces is matched against them from the left.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        from eyas.text import Detokeniser
+
+        self._detokeniser = Detokeniser(llm.tokenizer) if llm.tokenizer is not None else None
+        self._waiting: deque[tuple[str, bool]] = deque()
+
+    def split(self, piece: Piece) -> list[tuple[str, bool]]:
+        """(text, drafted) in order; the texts together are the piece's own."""
+        if self._detokeniser is None:
+            return []
+        for i, token in enumerate(piece.token_ids):
+            self._waiting.append((self._detokeniser.feed(token), i < piece.accepted))
+        spans, left = list[tuple[str, bool]](), piece.text
+        while left and self._waiting:
+            text, drafted = self._waiting.popleft()
+            if len(text) > len(left):
+                self._waiting.appendleft((text[len(left) :], drafted))
+                text = text[: len(left)]
+            if text:
+                spans.append((left[: len(text)], drafted))
+            left = left[len(text) :]
+        return [*spans, (left, False)] if left else spans  # what was held back to the very end belongs to no token
+
+
+def summary(llm: LLM, result: Result) -> str:
+    """One line about an answer."""
+    stats, tokens = result.stats, len(result.token_ids)
+    rate = f", {stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s of prompt, tau {stats.tau:.2f}"
+    end = {"length": ", cut at the length asked for", "interrupted": ", interrupted"}.get(result.finish_reason, "")
+    return f"{tokens} token{'s' * (tokens != 1)} by {llm.method}{rate if stats.cycles else ''}{end}"

@@ -59,7 +59,7 @@ def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> T
     old = scaling["original_max_position_embeddings"]
     turns = old * frequency / (2 * torch.pi)  # full turns within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = slow, stretched; 1 = fast, as it was
+    share: Tensor = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = slow, stretched; 1 = fast, as it was
     return frequency * (share + (1 - share) / float(scaling["factor"]))
 
 

@@ -1,0 +1,60 @@
+# Every target sets up what it needs: a virtual environment inside this folder, with the versions of constraints.txt.
+# make PYTHON=python3.12 demo    chooses the interpreter that the environment is made with (3.11 or newer)
+# make JOBS=8 test               runs the tests in 8 processes (2 by default)
+
+PYTHON ?= python3
+JOBS   ?= 2
+ARGS   ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+LINT  := src tests runs
+
+# Offline, and with every cache inside this folder: nothing outside it is needed or touched.
+export HF_HUB_OFFLINE := 1
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+
+.PHONY: help demo test check lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP) ## the embedded model: plain decoding beside the best method, live
+	@echo "==> eyas demo"
+	@$(BIN)/eyas demo $(ARGS)
+
+test: $(STAMP) ## every test (ARGS="-k tree" for some of them)
+	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
+
+lint: $(STAMP) ## ruff, formatting, types
+	@echo "==> ruff check"
+	@$(BIN)/ruff check $(LINT)
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check $(LINT)
+	@echo "==> mypy --strict (the first run takes a minute)"
+	@$(BIN)/python -m mypy
+
+check: lint test ## lint and test: what must pass before a commit
+
+format: $(STAMP) ## let ruff format the code and sort the imports
+	@$(BIN)/ruff check --fix-only $(LINT)
+	@$(BIN)/ruff format $(LINT)
+
+clean: ## remove the environment, caches and builds (results in out/ stay)
+	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
+	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "eyas needs Python 3.11 or newer, and '$(PYTHON)' is not; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
+	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "==> .venv is ready"

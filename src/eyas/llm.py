@@ -116,8 +116,9 @@ def load(
         model, words = Target(tiny.model(), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
         draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
     elif isinstance(target, PreTrainedModel):
-        name = target.name_or_path or type(target).__name__
-        model, words = Target(target, name), _tokenizer(tokenizer or name, must=tokenizer is not None)
+        source = tokenizer or target.name_or_path
+        words = _tokenizer(source, must=tokenizer is not None) if source else None
+        model = Target(target, target.name_or_path or type(target).__name__)
     else:
         _check_folder(target)
         words = _tokenizer(tokenizer or target, must=tokenizer is not None)
@@ -153,6 +154,15 @@ def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | N
         return draft
     weights = checkpoints.load(draft) if draft is not None else None
     name = method or (DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
+    kind = drafters.find(name)
+    drafter = kind.load(weights if kind.needs_weights else None, target, options_from(kind.Options, options))
+    made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+    if made_for and made_for != target.fingerprint():
+        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
+    return drafter
+
+
+DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
     kind = drafters.find(name)
     made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
     if made_for and made_for != target.fingerprint():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zoo
-
 from eyas.decode import Step
 from eyas.drafters.eagle2 import Method
 from eyas.target import Target

@@ -298,21 +298,28 @@ class Method(Drafter):
         Slot t sees feature t (with noise U(-0.1, 0.1)) and token t+1; it is compared at feature t+1, which predicts token t+2: it counts
         when that token does. Averaged over the slots that count.
         """
-        features_RTD = (batch.features_RTF + self._noise(batch.features_RTF, generator))[:, :-2]
+        features_RTD = batch.features_RTF[:, :-2].to(self.dtype) + self._noise(batch, generator)
         position_RT = torch.arange(features_RTD.shape[1], device=features_RTD.device).expand(features_RTD.shape[:2])
-        predicted_RTD = self.net(features_RTD, self.embed(batch.tokens_RT[:, 1:-1]), position_RT)
+        predicted_RTD = self.net(features_RTD, self.embed(batch.tokens_RT[:, 1:-1]).to(self.dtype), position_RT)
         true_RTD, mask_RT = batch.features_RTF[:, 1:-1], batch.counted_RT[:, 2:]
         count = mask_RT.sum().clamp(min=1)
         feature_loss = smooth_l1(predicted_RTD, true_RTD, mask_RT, count)
-        token_loss, right = soft_cross_entropy_of(self.target.head, predicted_RTD, true_RTD, mask_RT, count, self.target.vocab_size)
-        metrics = {"feature_loss": float(feature_loss.detach()), "token_loss": float(token_loss.detach()), "0-alpha": float(right / count)}
+        token_loss, right = soft_cross_entropy_of(self.head, predicted_RTD, true_RTD, mask_RT, count, self.target.vocab_size)
+        metrics = {
+            "feature_loss": float(feature_loss.detach()),
+            "token_loss": float(token_loss.detach()),
+            "accuracy": float(right / count),  # teacher-forced: the draft's best token is the target's
+        }
         return feature_loss + 0.1 * token_loss, metrics
 
-    def _noise(self, features_RTF: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.options.noise == "none":
-            return torch.zeros_like(features_RTF)
-        width = 0.2 * (512 / features_RTF.shape[1] if self.options.noise == "reference" else 1.0)
-        return (torch.rand(features_RTF.shape, generator=generator) - 0.5).to(features_RTF) * width
+    def _noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
+        """[R, T-2, D]; none outside of training."""
+        R, T, D = batch.features_RTF.shape
+        if self.options.noise == "none" or not self.net.training:
+            return torch.zeros((), dtype=self.dtype, device=batch.features_RTF.device)
+        width = 0.2 * (512 / T if self.options.noise == "reference" else 1.0)
+        noise_RTD = torch.rand(R, T - 2, D, generator=generator) - 0.5
+        return noise_RTD.to(device=batch.features_RTF.device, dtype=self.dtype) * width
 
 
 def _own_table(table: Tensor | None, target: Target) -> Tensor | None:

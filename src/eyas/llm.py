@@ -149,6 +149,9 @@ def _tokenizer(source: str | Path | PreTrainedTokenizerBase, must: bool = False)
     return found if len(found) else None
 
 
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this form
+
+
 def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any]) -> Drafter:
     if isinstance(draft, Drafter):
         return draft
@@ -160,17 +163,6 @@ def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | N
     if made_for and made_for != target.fingerprint():
         warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
     return drafter
-
-
-DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
-    kind = drafters.find(name)
-    made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
-    if made_for and made_for != target.fingerprint():
-        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
-    return kind.load(weights if kind.needs_weights else None, target, options_from(kind.Options, options))
-
-
-DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this form
 
 
 class LLM:

@@ -186,7 +186,7 @@ def test_a_head_of_another_target_warns(folders: tuple[Path, Path]) -> None:
 
 def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
     """Guards both numbers in the message."""
-    with pytest.raises(CheckpointError, match="hidden_size is 48, the target's 32"):
+    with pytest.raises(CheckpointError, match="hidden size is 48, the target's 32"):
         eyas.load(zoo.tiny("llama", vocab_size=words.VOCAB, hidden_size=32), folders[1])
-    with pytest.raises(CheckpointError, match=f"vocab_size is {words.VOCAB}, the target's 200"):
+    with pytest.raises(CheckpointError, match=f"vocabulary is {words.VOCAB}, the target's 200"):
         eyas.load(zoo.tiny("llama", vocab_size=200), folders[1])

@@ -149,11 +149,12 @@ def test_own_penalty_equals_generate(target: Target) -> None:
         assert run(Decoder(target, method), [request])[0][0] == theirs
 
 
-def test_up_to_the_last_position_of_the_context() -> None:
-    """Guards learned positions at the edge: tree nodes past the context must not index past the table."""
-    target = Target(zoo.FAMILIES["gpt2"]())
-    prompt = tuple(int(x) for x in torch.arange(target.context - 12) % 100)
-    request = Request(prompt, 12)
+@pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])
+def test_up_to_the_last_position_of_the_context(family: str) -> None:
+    """Guards the edge: tree nodes past the context must not index past a table of learned positions, nor reach the length at which dynamic
+    NTK and longrope change every frequency."""
+    target = Target((zoo.FAMILIES | zoo.SWITCHING)[family]())
+    request = Request(tuple(int(x) for x in torch.arange(target.context - 12) % 100), 12)
     method = drafters.find("eagle2").random(target)
     assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
 

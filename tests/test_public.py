@@ -1,0 +1,88 @@
+"""What the public pages say is true: their code runs."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from eyas import __all__ as public
+from eyas import drafters, tiny
+from eyas.decode import Decoder, Request
+from eyas.sampling import Sampling
+from eyas.target import Target
+from reference import plain_decode, run
+
+ROOT = Path(__file__).parents[1]
+needs_weights = pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@needs_weights
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first thing a newcomer copies."""
+    (code,) = blocks("README.md")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "tokens per forward" in capsys.readouterr().out
+
+
+def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a batch and accepts something."""
+    (code,) = blocks("docs/add_a_method.md")
+    assert len(code.splitlines()) < 65
+    (tmp_path / "bigram_example.py").write_text(code)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "bigram.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    method = drafters.find("own.bigram")
+    target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
+    requests = [Request(tuple(dice.randrange(100) for _ in range(5 + i)), 30, Sampling(0.5 * i, seed=i)) for i in range(3)]
+    tokens, steps = run(Decoder(target, method(target), 2), requests)
+    assert tokens == [plain_decode(target.model, r) for r in requests]
+    assert all(step.draft is None or step.draft.tree.nodes == 5 for step in steps)
+
+
+def test_public_names() -> None:
+    """Guards `import eyas`: every public name is there."""
+    eyas = importlib.import_module("eyas")
+    assert all(getattr(eyas, name) is not None for name in public)
+
+
+def test_links_and_files_of_the_pages() -> None:
+    """Guards links between pages."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@needs_weights
+def test_the_embedded_model_is_small_and_intact() -> None:
+    """Guards the repository's size, the packing, and that positions up to 4,096 exist."""
+    size = sum(f.stat().st_size for f in tiny.FOLDER.rglob("*") if f.is_file())
+    assert size < 48_000_000
+    model = tiny.model()
+    target = Target(model)
+    assert target.head_is_exact
+    assert target.context == 4096
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(28.3e6, rel=0.01)
+
+
+def test_quantisation() -> None:
+    """Guards int8 storage: a matrix comes back within half a step of each row's scale, vectors exactly; packing again changes nothing."""
+    torch.manual_seed(0)
+    tensors = {"a.weight": torch.randn(7, 33), "norm.weight": torch.randn(5), "zero.weight": torch.zeros(2, 3)}
+    back = tiny.dequantise(tiny.quantise(tensors))
+    assert torch.equal(back["norm.weight"], tensors["norm.weight"])
+    assert ((back["a.weight"] - tensors["a.weight"]).abs() <= tensors["a.weight"].abs().amax(1, keepdim=True) / 254 + 1e-6).all()
+    again = tiny.dequantise(tiny.quantise(back))
+    torch.testing.assert_close(again["a.weight"], back["a.weight"], rtol=1e-6, atol=1e-7)

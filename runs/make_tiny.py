@@ -4,7 +4,8 @@
     python runs/make_tiny.py tokens    --model out/tiny/base --chat CHAT.jsonl.gz --text NOVELS.txt.gz ... --output out/tiny/tokens
     python runs/make_tiny.py pretrain  --tokens out/tiny/tokens --model DIR_OR_NONE --output out/tiny/run --minutes 75 --long-minutes 15
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output src/eyas/tiny/weights
-    python runs/make_tiny.py report    --model DIR --chat HELDIN.jsonl.gz
+    python runs/make_tiny.py head      --model out/tiny/head --output src/eyas/tiny/weights/eagle1
+    python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
 Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
 `pretrain` checkpoints every few minutes and resumes by itself when it is started again with the same --output.
@@ -20,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -246,6 +248,60 @@ def quantise_stage(args: argparse.Namespace) -> None:
     print(f"{size / 1e6:.1f} MB; largest rounding error {error:.4f} of a matrix's largest entry")
 
 
+def head_stage(args: argparse.Namespace) -> None:
+    """Copy a trained head into the package, its weights in float16; and the checksums of everything there, for `eyas doctor`."""
+    import hashlib
+
+    from safetensors.torch import load_file, save_file
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.half() for name, value in load_file(args.model / "model.safetensors").items() if name != "embed_tokens.weight"}
+    save_file(tensors, args.output / "model.safetensors")
+    for name in ("config.json", "training.json"):
+        (args.output / name).write_bytes((args.model / name).read_bytes())
+    folder = args.output.parent
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "checksums.json")
+    sums = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    (folder / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+    print(f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB in {folder}")
+
+
+@torch.no_grad()
+def report_stage(args: argparse.Namespace) -> None:
+    """Held-out perplexity by position, distinct-3 and samples of the embedded model."""
+    from eyas import tiny
+
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    turns = [c for path in args.chat for c in chats(path)]
+    ids = [tokenizer(tokenizer.apply_chat_template(c, tokenize=False), add_special_tokens=False)["input_ids"] for c in turns]
+    nats = [float(loss_of(model, torch.tensor([row[:4096]])) * (len(row[:4096]) - 1)) for row in ids]
+    chat_loss = sum(nats) / sum(len(row[:4096]) - 1 for row in ids)
+    by_position: dict[str, float] = {}
+    if args.book:
+        book = tokenizer("<|bos|>" + "".join(read_lines(args.book)), add_special_tokens=False)["input_ids"]
+        blocks = torch.tensor(book[: 8 * 4097]).view(8, 4097)
+        logits = [model(row[None, :-1]).logits[0] for row in blocks]
+        losses = torch.stack(
+            [torch.nn.functional.cross_entropy(x, row[1:], reduction="none") for x, row in zip(logits, blocks, strict=True)]
+        )
+        cuts = [0, 256, 1024, 2048, 3072, 4096]
+        by_position = {f"{a}-{b}": round(float(losses[:, a:b].mean()), 3) for a, b in pairwise(cuts)}
+    grams, samples = [], []
+    for c in turns[:60]:
+        last = max(i for i, t in enumerate(c) if t["role"] == "user")
+        prompt = tokenizer.apply_chat_template(c[: last + 1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+        grams += [tuple(out[i : i + 3]) for i in range(len(out) - 2)]
+        samples.append({"user": c[last]["content"], "answer": tokenizer.decode(out, skip_special_tokens=True)})
+    result = {
+        "chats": len(turns), "heldout_loss_nats": round(chat_loss, 4), "heldout_perplexity": round(math.exp(chat_loss), 2),
+        "book_loss_by_position": by_position, "distinct_3": round(len(set(grams)) / len(grams), 3), "samples": samples,
+    }  # fmt: skip
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = parser.add_subparsers(required=True)
@@ -262,6 +318,8 @@ def main() -> None:
     stage("tokenizer", tokenizer_stage, output, *data)
     stage("tokens", tokens_stage, model, output, *data)
     stage("quantise", quantise_stage, model, output)
+    stage("head", head_stage, model, output)
+    stage("report", report_stage, output, data[0], ("--book", dict(type=Path)))
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),
         ("--init", dict(choices=["random", "model"], default="random")), ("--minutes", dict(type=float, default=75)),

@@ -140,8 +140,12 @@ class Results:
             return
         with told(path, "output file"):
             self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`; says early whether it can be written
-            if Path(path).is_file():
-                self._read(Path(path))
+            try:
+                if Path(path).is_file():
+                    self._read(Path(path))
+            except BaseException:
+                self._stream.close()
+                raise
 
     def holds(self, task: Task) -> bool:
         return json.dumps(task.key) in self.done

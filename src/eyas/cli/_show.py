@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eyas.llm import LLM, Piece, Result
@@ -14,7 +14,7 @@ __all__ = ["Painter", "Tally", "summary"]
 
 
 class Tally:
-    """Hands on the pieces of a stream and adds them up; its clock runs only while the stream works, not while its text is shown."""
+    """Hands on the pieces of an answer and adds them up; its clock runs only while the decoder works, not while its text is shown."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -22,7 +22,28 @@ class Tally:
         self.token_ids: list[int] = []
         self.accepted: list[int] = []
         self.finish_reason: str | None = None
-        self.seconds = self.prefill_seconds = 0.0
+        self.seconds = 0.0
+        self.prefill_seconds = 0.0  # known only of answers that `of` decodes: a stream does not say it
+
+    @classmethod
+    def of(cls, llm: LLM, prompt: str | Sequence[int], **keywords: Any) -> Tally:
+        """Of a prompt; keywords as for LLM.generate."""
+        tally = cls(iter(()))
+        tally._pieces = tally._decode(llm, prompt, keywords)
+        return tally
+
+    def _decode(self, llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any]) -> Iterator[Piece]:
+        from eyas.decode import Decoder
+        from eyas.llm import Piece
+
+        request, reader = llm.request(prompt, **keywords)
+        decoder = Decoder(llm.target, llm.drafter)
+        decoder.add(request)
+        while not decoder.finished:
+            for step in decoder.step():
+                if step.prefill:
+                    self.prefill_seconds = step.seconds
+                yield Piece(reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
 
     def __iter__(self) -> Tally:
         return self
@@ -33,10 +54,8 @@ class Tally:
             piece = next(self._pieces)
         finally:
             self.seconds += time.perf_counter() - began
-        if self.token_ids:
+        if self.token_ids:  # the first piece is the prompt's own token
             self.accepted.append(piece.accepted)
-        else:
-            self.prefill_seconds = self.seconds  # the first piece is the prompt's own token
         self.text.append(piece.text)
         self.token_ids += piece.token_ids
         self.finish_reason = piece.finish_reason
@@ -83,8 +102,8 @@ class Painter:
 
 
 def summary(llm: LLM, result: Result) -> str:
-    """One line about an answer."""
+    """One line about an answer; its speed is that of the whole answer, the prompt's pass included."""
     stats, tokens = result.stats, len(result.token_ids)
-    rate = f", {stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s of prompt, tau {stats.tau:.2f}"
+    speed = f" in {stats.seconds:.2f} s ({tokens / stats.seconds:.1f} tokens/s)" if stats.seconds else ""
     end = {"length": ", cut at the length asked for", "interrupted": ", interrupted"}.get(result.finish_reason, "")
-    return f"{tokens} token{'s' * (tokens != 1)} by {llm.method}{rate if stats.cycles else ''}{end}"
+    return f"{tokens} token{'s' * (tokens != 1)}{speed}, tau {stats.tau:.2f}, {llm.method}{end}"

@@ -223,7 +223,7 @@ class _Lane:
 
     def __init__(self, llm: LLM, prompt: _Prompt, new: int) -> None:
         self.llm, self.painter = llm, Painter(llm)
-        self.tally = Tally(llm.stream(prompt.text, raw=prompt.raw, max_new_tokens=new))
+        self.tally = Tally.of(llm, prompt.text, raw=prompt.raw, max_new_tokens=new)
         self.spans: list[tuple[str, bool]] = []
         self.running = True
 

@@ -1,0 +1,294 @@
+"""Help pages, and the commands that need no training and no files: methods, doctor, chat, demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import eyas
+from eyas import cli, drafters, tiny
+from eyas.cli import demo, doctor
+
+Run = Callable[..., Any]
+HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else there
+SMALL = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    """`eyas --help` must not take as long as loading a model."""
+    for flag in ("--help", "--version"):
+        code = f"""
+import sys
+from eyas.cli import group
+try:
+    group(["{flag}"])
+except SystemExit as end:
+    print(end.code, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
+
+
+def test_the_commands_are_the_files(run: Run) -> None:
+    assert set(cli.names()) == {"chat", "demo", "doctor", "generate", "methods", "train"}
+    shown = run("--help")
+    assert shown.exit_code == 0
+    for name in cli.names():
+        assert re.search(rf"^│ {name} ", shown.output, re.MULTILINE), name
+        assert run(name, "--help").exit_code == 0
+    assert run("--version").output == f"eyas {eyas.__version__}\n"
+
+
+def test_help_of_generate(run: Run) -> None:
+    """All flags of the design, those of the methods with their defaults, in panels."""
+    shown = run("generate", "--help").output
+    flags = """--target --draft --method --tokenizer --max-new-tokens --system --raw --temperature --top-k --top-p --min-p
+        --repetition-penalty --seed --stop --ignore-eos --batch-size --dtype --device --trust-remote-code --prompt-ids --input --output
+        --json"""
+    for flag in flags.split():
+        assert flag in shown, flag
+    for panel in ("Prompt", "Model", "Method", "Sampling", "Output", "Machine"):
+        assert f"─ {panel} ─" in shown
+    for name in drafters.names():
+        for option, value in drafters._base.flags(drafters.find(name).Options).items():
+            assert f"--{option}" in shown
+            assert str(value) in shown
+    assert "verified per cycle, the root included" in " ".join(shown.split())
+    assert "Examples" in shown
+
+
+def test_help_of_train_has_the_fields_of_its_config(run: Run) -> None:
+    from dataclasses import fields
+
+    from eyas.train.loop import TrainConfig
+
+    shown = run("train", "--help").output
+    for field in fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')} " in shown, field.name
+
+
+def test_no_command_shows_help(run: Run) -> None:
+    assert "Usage" in run().output
+
+
+OWN = """
+from dataclasses import dataclass
+from eyas.drafters.vanilla import Method as Vanilla
+
+@dataclass(frozen=True)
+class Options:
+    courage: int = 3  # how much it dares
+
+class Method(Vanilla):
+    Options = Options
+
+    def describe(self):
+        return {"courage": self.options.courage}
+"""
+
+
+def test_a_method_of_the_users_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dotted path brings its own flags."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").touch()
+    (tmp_path / "own" / "drafter.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ("generate", "--target", "llama", "x", "--max-new-tokens", 2, "--json", "--courage", 7)
+    result = run(*arguments, "--method", "own.drafter")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tree"] == {"courage": 7}
+    assert "how much it dares" in run("generate", "--method=own.drafter", "--help").output
+    assert run(*arguments, "--method", "vanilla").exit_code == 2
+
+
+# --- methods, doctor -------------------------------------------------------------------------------------------------------------------
+
+
+def test_methods(run: Run) -> None:
+    found = json.loads(run("methods", "--json").stdout)["methods"]
+    assert [method["name"] for method in found] == drafters.names()
+    by_name = {method["name"]: method for method in found}
+    assert by_name["eagle2"]["options"]["tree.nodes"] == 60
+    assert by_name["eagle2"]["needs_head"]
+    assert not by_name["vanilla"]["needs_head"]
+    shown = run("methods").output
+    assert all(name in shown for name in drafters.names())
+
+
+@pytest.mark.usefixtures("embedded")
+def test_doctor_when_all_is_well(run: Run) -> None:
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, report
+    assert report["ok"]
+    assert report["problems"] == []
+    assert report["cpu"]["usable_cores"] >= 1
+    assert report["memory"]["free_gb"] > 0
+    assert report["versions"]["eyas"] == eyas.__version__
+    assert {check["topic"] for check in report["checks"]} == {"packages", "embedded", "self-test"}
+    shown = run("doctor")
+    assert shown.exit_code == 0
+    assert "all is well" in shown.output
+
+
+def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that is always green would be worse than none."""
+    (embedded / "tokenizer_config.json").write_text("{}")
+    (embedded / "eagle1" / "model.safetensors").unlink()
+    report = json.loads(run("doctor", "--json").stdout)
+    assert not report["ok"]
+    assert any("missing or changed: eagle1/model.safetensors, tokenizer_config.json" in problem for problem in report["problems"])
+    assert any("draft head" in problem for problem in report["problems"])
+    monkeypatch.setattr(doctor, "requires", lambda _: ["torch>=99", "nothing-of-that-name>=1", "pytest>=99; extra == 'dev'"])
+    shown = run("doctor")
+    assert shown.exit_code == 1
+    assert "is not >=99" in shown.output
+    assert "nothing-of-that-name is missing" in shown.output
+    assert "pytest>=99" not in shown.output
+    monkeypatch.setattr(tiny, "FOLDER", embedded / "nowhere")
+    assert "the embedded model is not here" in run("doctor").output
+
+
+@pytest.mark.skipif(not HERE, reason="the embedded model's weights are not in this tree yet")
+def test_the_shipped_model_is_intact(run: Run) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+
+
+# --- chat ------------------------------------------------------------------------------------------------------------------------------
+
+CHAT = ("chat", "--target", "llama", "--draft", "head", *SMALL, "--max-new-tokens", 12)
+
+
+def test_chat_from_a_pipe(run: Run, world: Path) -> None:
+    """Answers on stdout, everything else on stderr; the conversation goes on from turn to turn, and /reset forgets it."""
+    llm = eyas.load(world / "llama")
+    talk = llm.chat()
+    first, second = (talk.send(text, max_new_tokens=12).text for text in ("hello", "more"))
+    result = run(*CHAT, stdin="hello\nmore\n\n/reset\nhello\n/exit\nnever said\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{first}\n{second}\n{first}\n"
+    assert result.stderr.count(" tokens in ") == 3
+    assert "the conversation is forgotten" in result.stderr
+
+
+def test_chat_colours_what_was_drafted(world: Path) -> None:
+    """A random head seldom guesses right, but with 30 guesses in 100 tokens it does (seeded; asserted), and only that is green."""
+    wide = ("--tree.nodes", 31, "--tree.branch", 30, "--tree.depth", 1)
+    arguments = [str(world / a) if a in ("llama", "head") else str(a) for a in (*CHAT, *wide, "--max-new-tokens", 100)]
+    plain = CliRunner().invoke(cli.group, arguments, input="hello\n", color=True)
+    painted = CliRunner().invoke(cli.group, [*arguments, "--color-accepted"], input="hello\n", color=True)
+    green = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", painted.stdout, re.DOTALL)
+    assert plain.stdout == re.sub("\x1b\\[\\d+m", "", painted.stdout) != painted.stdout
+    tau = float(painted.stderr.partition("tau ")[2].partition(",")[0])
+    cycles = 99 / tau
+    assert tau > 1
+    assert len("".join(green)) == pytest.approx(99 - cycles, abs=1.5)  # tokens are characters; tau has two digits
+
+
+def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
+    """A message that does not fit is refused by name and leaves no trace in the conversation."""
+    result = run(*CHAT, stdin=f"hello\n{'x' * 600}\n/nonsense\nmore\n/help\n")
+    plain = run(*CHAT, stdin="hello\nmore\n")
+    assert result.stdout == plain.stdout
+    assert result.exit_code == 2
+    assert "context is 512" in result.stderr
+    assert "/reset begins anew" in result.stderr
+    assert "unknown command '/nonsense'" in result.stderr
+    assert "Ctrl-C stops an answer" in result.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
+    command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert len(process.stdout.read(3)) == 3
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        out, said = process.communicate(b"/help\n/exit\n", timeout=100)
+    assert process.returncode == 0, said.decode()
+    assert b"interrupted" in said
+    assert b"Traceback" not in said
+    assert b"/help: what can be said here" in said
+    assert len(out.decode()) < 480
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("embedded")
+def test_demo(run: Run, tmp_path: Path) -> None:
+    """Three ways, one text; the table's numbers are there, slow or not."""
+    (tmp_path / "prompts.txt").write_text("hello there\n\nhow are you\n")
+    result = run("demo", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 10, "--tree.nodes", 5)
+    assert result.exit_code == 0, (result.output, result.exception)
+    texts = re.findall(r"^(plain decoding|eagle2), \d+ tokens, [\d.]+ tokens/s, tau [\d.]+: (.*)$", result.stdout, re.MULTILINE)
+    assert [name for name, _ in texts] == ["plain decoding", "eagle2"] * 2
+    assert texts[0][1] == texts[1][1]
+    for name in ("plain", "eagle2", "transformers"):
+        row = next(line for line in result.stdout.splitlines() if re.match(rf"│ {name} ", line))
+        assert re.search(r"\d+\.\d+ │", row)
+    assert result.stdout.count(" yes ") == 2
+    assert "nodes 5, depth 4, branch 3" in result.stdout
+
+
+@pytest.mark.usefixtures("embedded")
+def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two panels, live; and an interrupt shows the table of what was finished."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(demo, "PROMPTS", (demo._Prompt("one"), demo._Prompt("two", raw=True), demo._Prompt("three")))
+    ask, asked = demo._Demo.round, []
+
+    def stopped(self: Any, prompt: Any, place: str) -> Any:
+        asked.append(prompt)
+        if prompt.text == "three":
+            raise KeyboardInterrupt
+        return ask(self, prompt, place)
+
+    monkeypatch.setattr(demo._Demo, "round", stopped)
+    result = run("demo", "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
+    assert result.exit_code == 130, (result.output, result.exception)
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
+    assert "╭─ plain decoding, 6 tokens" in shown
+    assert "╭─ eagle1, 6 tokens" in shown
+    assert "This run, 2 prompts" in shown
+    assert "the numbers are of the 2 prompts that were finished" in result.stderr
+
+
+@pytest.mark.usefixtures("embedded")
+def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not hide a difference: which side, where, and how close the choice was."""
+    real = demo._Demo._transformers
+
+    def other(self: Any, ids: Any, new: int) -> Any:
+        found, seconds = real(self, ids, new)
+        return (*found[:3], 99, *found[4:]), seconds
+
+    monkeypatch.setattr(demo._Demo, "_transformers", other)
+    monkeypatch.setattr(demo, "PROMPTS", (demo._Prompt("one"),))
+    result = run("demo", "--max-new-tokens", 6)
+    assert result.exit_code == 0
+    assert "0 of 1" in result.stdout
+    said = " ".join(result.stdout.split())
+    assert re.search(
+        r"prompt 1: transformers' generate differs from plain decoding at token 4, where the two best logits are \d\.\de[-+]\d\d apart",
+        said,
+    )

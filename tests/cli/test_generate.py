@@ -1,0 +1,319 @@
+"""`eyas generate`: one prompt and files of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEYS = {
+    "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
+    "target", "draft", "tree", "dtype", "device", "versions",
+}  # fmt: skip
+TREE = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
+Run = Callable[..., Any]
+
+
+# --- one prompt ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_promised_keys(answer: Run, world: Path) -> None:
+    """Other programs read this object; a renamed key breaks them silently."""
+    found = answer("hello", "--draft", "head", *TREE)
+    assert set(found) == KEYS
+    assert found["method"] == "eagle2"
+    assert found["target"] == str(world / "llama")
+    assert found["draft"] == str(world / "head")
+    assert found["tree"] == {"kind": "dynamic", "nodes": 6, "depth": 3, "branch": 2}
+    assert (found["dtype"], found["device"]) == ("float32", "cpu")
+    assert {"eyas", "python", "torch", "transformers"} <= set(found["versions"])
+    assert len(found["token_ids"]) == 24 == 1 + sum(found["accepted_lengths"]) + found["cycles"]
+    assert found["tau"] == pytest.approx(23 / found["cycles"])
+    assert found["finish_reason"] == "length"
+    assert 0 < found["prefill_seconds"] < found["seconds"]
+    assert found["tokens_per_second"] == pytest.approx(23 / (found["seconds"] - found["prefill_seconds"]))
+
+
+def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
+    """The command adds a stream up by itself; it must come to the same result as LLM.generate."""
+    import eyas
+
+    llm = eyas.load(world / "llama", world / "head", tree={"nodes": 6, "depth": 3, "branch": 2})
+    told = answer("hello", "--draft", "head", *TREE, "--temperature", 0.9, "--seed", 5)
+    made = llm.generate("hello", max_new_tokens=24, temperature=0.9, seed=5)
+    assert tuple(told["token_ids"]) == made.token_ids
+    assert told["text"] == made.text
+    assert tuple(told["accepted_lengths"]) == made.stats.accepted_lengths
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)])
+def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -> None:
+    said = [answer("hello", "--method", "vanilla", *sampling)["token_ids"]]
+    said += [answer("hello", "--draft", "head", *tree, *sampling)["token_ids"] for tree in (TREE, ())]
+    if not sampling:
+        said.append(answer("hello", "--draft", "head", "--method", "eagle1", "--tree.choices", "chain-3")["token_ids"])
+    assert all(ids == said[0] for ids in said)
+
+
+def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) -> None:
+    result = run("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 24, "hello")
+    assert result.exit_code == 0
+    assert result.stdout == answer("hello", "--draft", "head")["text"] + "\n"
+    assert re.fullmatch(
+        r"eyas: 24 tokens in [\d.]+ s \([\d.]+ tokens/s\), tau 1.\d\d, eagle2, cut at the length asked for\n", result.stderr
+    )
+
+
+def test_without_a_draft_it_says_so(run: Run) -> None:
+    result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
+    assert "no --draft: decoding is plain (vanilla)" in result.stderr
+    assert run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
+
+
+def test_prompt_ids_need_no_tokenizer(run: Run, answer: Run) -> None:
+    result = run("generate", "--target", "bare", "--prompt-ids", "1,20,30", "--max-new-tokens", 5, "--json")
+    ids = json.loads(result.stdout.splitlines()[-1])["token_ids"]
+    assert len(ids) == 5
+    assert answer("--prompt-ids", "1, 20 30", "--max-new-tokens", 5)["token_ids"] == ids
+    shown = run("generate", "--target", "bare", "--prompt-ids", "1,20,30", "--max-new-tokens", 5)
+    assert shown.stdout == ",".join(map(str, ids)) + "\n"
+
+
+def test_prompt_from_stdin(answer: Run) -> None:
+    assert answer("-", stdin="hello")["token_ids"] == answer("hello")["token_ids"]
+
+
+def test_system_raw_and_tokenizer(answer: Run, world: Path, run: Run) -> None:
+    plain = answer("hello")["token_ids"]
+    assert answer("hello", "--system", "be brief")["token_ids"] != plain
+    assert answer("hello", "--raw")["token_ids"] != plain
+    other = run("generate", "--target", "bare", "--tokenizer", world / "llama", "hello", "--max-new-tokens", 24, "--json")
+    assert json.loads(other.stdout)["token_ids"] == plain
+
+
+def test_stops_and_length(answer: Run) -> None:
+    whole = answer("hello", "--ignore-eos", "--max-new-tokens", 40)
+    assert len(whole["token_ids"]) == 40
+    stop = whole["text"][3]
+    cut = answer("hello", "--ignore-eos", "--max-new-tokens", 40, "--stop", stop, "--stop", "never there")
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert answer("hello", "--repetition-penalty", 5)["token_ids"] != whole["token_ids"][:24]
+
+
+def test_a_head_of_another_target_is_noted(run: Run, world: Path, tmp_path: Path) -> None:
+    config = json.loads((world / "head" / "config.json").read_text())
+    config["eyas"]["target_fingerprint"] = "0123456789abcdef"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((world / "head" / "model.safetensors").read_bytes())
+    result = run("generate", "--target", "llama", "--draft", tmp_path, "hi", "--max-new-tokens", 2)
+    assert result.exit_code == 0
+    assert f"eyas: {tmp_path} was trained for another target" in result.stderr
+
+
+# --- many prompts ----------------------------------------------------------------------------------------------------------------------
+
+LINES = [
+    {"prompt": "one", "id": "a"},
+    {"messages": [{"role": "user", "content": "two"}]},
+    {"prompt_ids": [1, 20, 30], "id": 7},
+    {"prompt": "four", "answer": "a key of the user's own"},
+]
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def key(result: dict[str, Any]) -> Any:
+    return result.get("id", result.get("line"))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) -> None:
+    output = tmp_path / "out.jsonl"
+    result = run(
+        "generate", "--target", "llama", "--draft", "head", *TREE, "--max-new-tokens", 12, "--batch-size", batch,
+        "--input", write(tmp_path / "in.jsonl", [*LINES, ""]), "--output", output, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = {key(line): line for line in results(output)}
+    assert set(found) == {"a", 2, 7, 4}
+    assert all(set(line) - {"id", "line"} == KEYS for line in found.values())
+    if batch == 1:
+        assert list(found) == ["a", 2, 7, 4]
+    for name, prompt in (("a", "one"), (2, "two"), (4, "four")):
+        assert found[name]["token_ids"] == answer(prompt, "--max-new-tokens", 12)["token_ids"]
+    assert found[7]["token_ids"] == answer("--prompt-ids", "1,20,30", "--max-new-tokens", 12)["token_ids"]
+    summary = json.loads(result.stdout)
+    assert (summary["results"], summary["skipped"], summary["bad"], summary["tokens"]) == (4, 0, 0, 48)
+
+
+def test_results_to_stdout(run: Run, tmp_path: Path) -> None:
+    result = run("generate", "--target", "llama", "--max-new-tokens", 3, "--input", "-", stdin='{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert result.exit_code == 0
+    assert [json.loads(line)["line"] for line in result.stdout.splitlines()] == [1, 2]
+
+
+def test_resuming_does_not_repeat(run: Run, tmp_path: Path) -> None:
+    """What is there stays, byte for byte; half a line is done again; new lines are added."""
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    command = ("generate", "--target", "llama", "--max-new-tokens", 4, "--input", given, "--output", output)
+    write(given, LINES)
+    assert run(*command).exit_code == 0
+    whole = output.read_text()
+    first_two = "".join(line + "\n" for line in whole.splitlines()[:2])
+    output.write_text(first_two + whole.splitlines()[2][:57])
+    result = run(*command)
+    assert result.exit_code == 0
+    assert "2 of 4 are in" in result.stderr
+    assert output.read_text().startswith(first_two)
+    assert [key(line) for line in results(output)] == ["a", 2, 7, 4]
+    write(given, [*LINES, {"prompt": "five"}])
+    assert run(*command).exit_code == 0
+    assert [key(line) for line in results(output)] == ["a", 2, 7, 4, 5]
+    before = output.read_text()
+    assert run(*command).exit_code == 0
+    assert output.read_text() == before
+
+
+def test_other_settings_are_noted_when_resuming(run: Run, tmp_path: Path) -> None:
+    given, output = write(tmp_path / "in.jsonl", LINES[:1]), tmp_path / "out.jsonl"
+    command = ("generate", "--target", "llama", "--max-new-tokens", 2, "--input", given, "--output", output)
+    run(*command)
+    write(given, LINES[:2])
+    assert "were made with method vanilla" in run(*command, "--draft", "head").stderr
+
+
+def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:
+    bad = {
+        2: ("{not json", "not JSON"),
+        3: ("[1]", "not a JSON object"),
+        4: ({"promt": "x"}, "did you mean prompt"),
+        5: ({"prompt": "x", "prompt_ids": [1]}, "both prompt and prompt_ids"),
+        6: ({"prompt": 3}, "prompt must be a string"),
+        7: ({"prompt": " "}, "empty"),
+        8: ({"prompt_ids": [1, 160]}, "token id 160 is outside the target's vocabulary of 160"),
+        9: ({"messages": [{"role": "usr", "content": "x"}]}, "unknown role 'usr'; did you mean user?"),
+        10: ({"prompt": "x" * 600}, "the target's context is 512"),
+        11: ({"prompt": "x", "id": [1]}, "the id must be"),
+        12: ({"prompt": "x", "id": "a"}, "stands on line 1 already"),
+        13: ({"prompt_ids": "1,2"}, "prompt_ids must be a list"),
+        14: ({"messages": []}, "messages must be a list"),
+        15: ({"prompt": "half a pair \ud800"}, "not valid Unicode"),
+    }
+    given = write(tmp_path / "in.jsonl", [LINES[0], *(line for line, _ in bad.values()), LINES[3]])
+    output = tmp_path / "out.jsonl"
+    result = run("generate", "--target", "llama", "--max-new-tokens", 2, "--input", given, "--output", output)
+    assert result.exit_code == 2
+    assert [key(line) for line in results(output)] == ["a", 16]
+    said = {int(line.split(":")[3]): line for line in result.stderr.splitlines() if line.startswith("eyas: error: ")}
+    assert set(said) == set(bad)
+    for number, (_, reason) in bad.items():
+        assert reason in said[number], said[number]
+    assert "2 results, 14 bad" in result.stderr
+
+
+def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -> None:
+    """A user who names the wrong file as --output must not lose it."""
+    given = write(tmp_path / "in.jsonl", LINES)
+    for content in ("my diary\n", "my diary, no newline", '{"prompt": "x"}\n', '{"line": 1}\n'):
+        precious = tmp_path / "precious.txt"
+        precious.write_text(content)
+        assert "holds something else than results" in refused("generate", "--target", "llama", "--input", given, "--output", precious)
+        assert precious.read_text() == content
+
+
+def quick() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def wait_for(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 100
+    while not seen():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on does not repeat them.
+
+    That message is all of stderr: no progress bar, warning or traceback of any library stands beside it.
+
+    A false alarm needs a machine that decodes 20 prompts of 100 tokens within 10 ms of the first.
+    """
+    given, output = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(20)]), tmp_path / "out.jsonl"
+    options = (
+        "--target",
+        world / "llama",
+        "--draft",
+        world / "head",
+        *map(str, TREE),
+        "--max-new-tokens",
+        "100",
+        "--ignore-eos",
+        "--input",
+        given,
+    )
+    command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick()) as process:
+        wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    kept = results(output)
+    assert 1 <= len(kept) < 20
+    assert [line["line"] for line in kept] == list(range(1, len(kept) + 1))
+    assert said == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them\n"
+    write(given, [{"prompt": f"number {i}"} for i in range(len(kept) + 1)])
+    assert run("generate", *options, "--output", output).exit_code == 0
+    assert [line["line"] for line in results(output)] == list(range(1, len(kept) + 2))
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the fifth cycle."""
+    from eyas.decode import Decoder
+
+    step, calls = Decoder.step, []
+
+    def stopped(self: Decoder) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Decoder, "step", stopped)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupt_keeps_what_was_said(run: Run) -> None:
+    """The text so far is on stdout, and status and stderr say that it is not all."""
+    result = run("generate", "--target", "llama", "--method", "vanilla", "--ignore-eos", "hello")
+    assert result.exit_code == 130
+    assert len(result.stdout) == len("five!\n")  # tokens are characters; the first cycle comes with the prompt's own token
+    assert result.stderr.splitlines()[-1] == "eyas: interrupted: 5 tokens are above"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupt_with_json_gives_what_there_is(run: Run) -> None:
+    result = run("generate", "--target", "llama", "--method", "vanilla", "--json", "--ignore-eos", "hello")
+    assert result.exit_code == 130
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert len(found["token_ids"]) == 5
+    assert found["finish_reason"] == "interrupted"

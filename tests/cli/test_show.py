@@ -1,0 +1,73 @@
+"""Which characters of a streamed answer were drafted."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from eyas.cli._show import Painter, Tally
+from eyas.llm import Piece
+from eyas.text import StopStrings
+
+
+class Letters:
+    """A detokeniser stand-in: token i is the i-th piece; a piece may be empty."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def feed(self, token: int) -> str:
+        return self.pieces[token]
+
+
+def painter(pieces: list[str]) -> Painter:
+    made = Painter(SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    made._detokeniser = Letters(pieces)  # type: ignore[assignment]
+    return made
+
+
+def test_marks_follow_the_text_however_late_it_comes() -> None:
+    """Text that was held back was painted with the mark of the token that released it.
+
+    Random pieces of text, held back at random and cut off at the end, as stop strings do. Seeded: no false alarm.
+    """
+    draw = random.Random(1)
+    for _ in range(200):
+        pieces = ["".join(draw.choices("ab", k=draw.randrange(4))) for _ in range(12)]
+        steps, accepted = [range(0, 5), range(5, 6), range(6, 10), range(10, 12)], [4, 0, 2, 1]
+        drafted = {token for step, count in zip(steps, accepted, strict=True) for token in step[:count]}
+        truth = [(character, token in drafted) for token, piece in enumerate(pieces) for character in piece]
+        truth = truth[: draw.randrange(len(truth) + 1)]
+        made, shown = painter(pieces), list[tuple[str, bool]]()
+        for step, count in zip(steps, accepted, strict=True):
+            known = min(len(truth), len("".join(pieces[: step[-1] + 1])))
+            upto = known if step is steps[-1] else max(len(shown), known - draw.randrange(3))
+            text = "".join(character for character, _ in truth[len(shown) : upto])
+            spans = made.split(Piece(text, tuple(step), count, None))
+            assert "".join(span for span, _ in spans) == text
+            shown += [(character, mark) for span, mark in spans for character in span]
+        assert shown == truth
+
+
+def test_a_tally_of_nothing() -> None:
+    """An interrupt before the first token must not divide by zero."""
+    result = Tally(iter(())).result()
+    assert (result.text, result.token_ids, result.finish_reason) == ("", (), "interrupted")
+    assert (result.stats.tau, result.stats.tokens_per_second) == (0.0, 0.0)
+
+
+def test_painter_on_a_real_tokenizer(world: Any) -> None:
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(world / "llama")
+    ids = words("hello world", add_special_tokens=False)["input_ids"]
+    reader, made = StopStrings(words, ["wo"]), Painter(SimpleNamespace(tokenizer=words))  # type: ignore[arg-type]
+    spans: list[tuple[str, bool]] = []
+    for i, token in enumerate(ids):
+        piece = reader.feed(token)
+        spans += made.split(Piece(piece.text, (token,), i % 2, None))
+        if piece.hit:
+            break
+    assert "".join(text for text, _ in spans) == "hello "
+    assert [mark for text, mark in spans for _ in text] == [bool(i % 2) for i in range(6)]

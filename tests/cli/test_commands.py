@@ -21,7 +21,7 @@ from eyas import cli, drafters, tiny
 from eyas.cli import demo, doctor
 
 Run = Callable[..., Any]
-HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else there
+HERE = tiny.HEAD.is_dir()  # looked up before any fixture puts something else there
 SMALL = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 
 
@@ -163,7 +163,7 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
     assert "the embedded model is not here" in run("doctor").output
 
 
-@pytest.mark.skipif(not HERE, reason="the embedded model's weights are not in this tree yet")
+@pytest.mark.skipif(not HERE, reason="the weights of the embedded model and its head are not in this tree")
 def test_the_shipped_model_is_intact(run: Run) -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.output
@@ -271,6 +271,16 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
     assert "╭─ eagle1, 6 tokens" in shown
     assert "This run, 2 prompts" in shown
     assert "the numbers are of the 2 prompts that were finished" in result.stderr
+
+
+@pytest.mark.usefixtures("embedded")
+def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine once took four minutes over what takes ten seconds."""
+    monkeypatch.setattr(demo, "BUDGET_SECONDS", 0.0)
+    result = run("demo", "--max-new-tokens", 4)
+    assert result.exit_code == 0
+    assert re.search(r"This run, 1 prompt\b", result.stdout)
+    assert "4 prompts were left out: this machine is slow or busy" in " ".join(result.stdout.split())
 
 
 @pytest.mark.usefixtures("embedded")

@@ -49,6 +49,7 @@ PROMPTS = (
 TREE = {"tree.nodes": 8, "tree.depth": 4, "tree.branch": 3}  # small: on a CPU every node costs time
 WARM_UP_TOKENS = 8
 FRAME_SECONDS = 1 / 15
+BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
 EXAMPLES = examples(
     ("eyas demo", "the best method"),
     ("eyas demo --method eagle1 --tree.choices chain-3", "another one"),
@@ -76,14 +77,17 @@ def command(ctx: click.RichContext, /, **given: Any) -> None:
 
     demo = _Demo(_best(given, method_options(ctx)), given["max_new_tokens"], Console(highlight=False))
     rounds: list[_Round] = []
+    began = time.monotonic()
     try:
         demo.warm_up(prompts[0])
         for number, prompt in enumerate(prompts, start=1):
             rounds.append(demo.round(prompt, f"{number}/{len(prompts)}"))
+            if prompts is PROMPTS and time.monotonic() - began > BUDGET_SECONDS:
+                break
     except KeyboardInterrupt:
         demo.report(rounds)
         raise Interrupted(f"the numbers are of the {len(rounds)} prompts that were finished") from None
-    demo.report(rounds)
+    demo.report(rounds, left_out=len(prompts) - len(rounds))
 
 
 def _prompts(path: str | None) -> Sequence[_Prompt]:
@@ -202,7 +206,7 @@ class _Demo:
                 said.append(f"{name} differs from plain decoding at token {at + 1}, where the two best logits are {margin:.1e} apart")
         return "; ".join(said)
 
-    def report(self, rounds: Sequence[_Round]) -> None:
+    def report(self, rounds: Sequence[_Round], left_out: int = 0) -> None:
         """The table of this run's numbers."""
         if not rounds:
             return
@@ -211,6 +215,8 @@ class _Demo:
         tree = ", ".join(f"{name} {value}" for name, value in self.best.drafter.describe().items() if name != "kind")
         how = f"{self.best.method}{f' with tree {tree}' if tree else ''}; greedy, {self.best.target.dtype} on {self.best.target.device}"
         self.console.print(f"[dim]{how}. Whole answers, the prompt's pass included, after a warm-up.[/]")
+        if left_out:
+            self.console.print(f"[yellow]{left_out} prompts were left out: this machine is slow or busy.[/]")
         for number, one in enumerate(rounds, start=1):
             if one.doubt:
                 self.console.print(f"[yellow]prompt {number}: {one.doubt}[/]")
@@ -279,7 +285,7 @@ def _table(rounds: Sequence[_Round], method: str) -> Table:
         method: [r.best.token_ids == r.plain.token_ids for r in rounds],
         "transformers": [r.other_ids == r.plain.token_ids for r in rounds],
     }
-    table = Table(title=f"This run, {len(rounds)} prompts", title_justify="left")
+    table = Table(title=f"This run, {len(rounds)} prompt{'s' * (len(rounds) != 1)}", title_justify="left")
     for header in ("", "tokens", "tokens/s", "tau", "vs plain", "vs trans-\nformers", "equal\ntexts"):
         table.add_column(header, justify="right" if header else "left")
     for name, speed in speeds.items():

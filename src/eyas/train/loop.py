@@ -262,8 +262,8 @@ class _Run:
         tokens_RT, counted_RT = tokens_RT.to(device), counted_RT.to(device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            batch = Batch(tokens_RT, drafter.target.encode(tokens_RT, drafter.wants), counted_RT)
-            with self._autocast(training):
+            with self._autocast(training):  # the target too: what rounding does to features is small beside the noise that the loss adds
+                batch = Batch(tokens_RT, drafter.target.encode(tokens_RT, drafter.wants), counted_RT)
                 return drafter.loss(batch, torch.Generator().manual_seed(seed))
 
     def _autocast(self, training: bool) -> AbstractContextManager[Any]:

@@ -55,6 +55,7 @@ class Step:
     row: int = 0
     seconds: float = 0.0  # of the whole cycle (all rows)
     parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, host clock
+    at: float = field(default_factory=time.perf_counter)  # when it ended
 
 
 @dataclass

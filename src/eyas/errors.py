@@ -45,5 +45,7 @@ class CheckpointError(EyasError):
 def near(name: str, known: Iterable[str]) -> str:
     """What to say after an unknown name: the near ones, or all of them."""
     names = sorted(known)
+    if not names:
+        return "there are none"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"

@@ -8,13 +8,13 @@ This module knows prompts, tokenizers and results; it knows no method, no tree a
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, tiny
@@ -23,7 +23,7 @@ from eyas.drafters import Drafter
 from eyas.drafters._base import options_from
 from eyas.errors import InputError, ModelError
 from eyas.sampling import Sampling
-from eyas.target import Target
+from eyas.target import Target, pick_device, pick_dtype
 from eyas.text import StopStrings, encode, render
 
 __all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "load"]
@@ -113,7 +113,10 @@ def load(
     """
     words: PreTrainedTokenizerBase | None
     if target is None:
-        model, words = Target(tiny.model(), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
+        place = torch.device(pick_device(device))
+        kind = pick_dtype(dtype, place)
+        model = Target(tiny.model().to(place, torch.float32 if isinstance(kind, str) else kind), "embedded")
+        words = tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer, must=True)
         draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
     elif isinstance(target, PreTrainedModel):
         source = tokenizer or target.name_or_path
@@ -121,7 +124,7 @@ def load(
         model = Target(target, target.name_or_path or type(target).__name__)
     else:
         _check_folder(target)
-        words = _tokenizer(tokenizer or target, must=tokenizer is not None)
+        words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
         model = Target.load(target, dtype, device, trust_remote_code)
     return LLM(model, _drafter(model, draft, method, options), words, str(draft) if isinstance(draft, str | Path) else None)
 
@@ -136,12 +139,14 @@ def _check_folder(target: str | Path) -> None:
         raise ModelError(f"target {str(target)!r} is a file: name the folder that holds it and its config.json")
 
 
-def _tokenizer(source: str | Path | PreTrainedTokenizerBase, must: bool = False) -> PreTrainedTokenizerBase | None:
+def _tokenizer(
+    source: str | Path | PreTrainedTokenizerBase, must: bool = False, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
     """None when the target's folder holds no tokenizer (token ids then still work)."""
     if isinstance(source, PreTrainedTokenizerBase):
         return source
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source))
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if must:
             raise ModelError(f"tokenizer {str(source)!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
@@ -178,6 +183,9 @@ class LLM:
 
     def ids(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt: a string (a user's message where the tokenizer has a chat template, unless `raw`), messages, or ids."""
+        chat = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
+        if system and (not chat or not (isinstance(prompt, str) or all(isinstance(x, Mapping) for x in prompt))):
+            raise InputError("a system message needs a chat template and a prompt that goes through it (no ids, not raw)")
         if not isinstance(prompt, str) and all(isinstance(x, int) and not isinstance(x, bool) for x in prompt):
             if not prompt:
                 raise InputError("the prompt is empty: give at least one token")
@@ -187,7 +195,7 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise InputError("the prompt is empty")
-            if raw or not getattr(self.tokenizer, "chat_template", None):
+            if not chat:
                 return tuple(encode(self.tokenizer, prompt))
             prompt = [{"role": "user", "content": prompt}]
         head = [{"role": "system", "content": system}] if system else []
@@ -291,7 +299,8 @@ class Chat:
         try:
             yield from _stream(self._decoder, request, reader, ledger)
         finally:
-            self._answered(text, ledger)
+            if ledger.tokens:
+                self._answered(text, ledger)
 
     def _request(self, text: str, kwargs: Mapping[str, Any]) -> tuple[Request, _Reader]:
         if not text.strip():
@@ -364,11 +373,10 @@ class _Ledger:
     accepted: list[int] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
-        now = time.perf_counter()
-        self.ended, self.finish = now, step.finish
+        self.ended, self.finish = step.at, step.finish
         self.tokens += step.tokens
         if step.prefill:
-            self.began, self.prefill = now - step.seconds, step.seconds
+            self.began, self.prefill = step.at - step.seconds, step.seconds
         else:
             self.accepted.append(step.accepted)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -61,7 +62,7 @@ class Target:
         kind = pick_dtype(dtype, place)
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"target {str(path)!r} cannot be loaded: {reason[:300]}") from error
         model.to(place)  # type: ignore[arg-type]

@@ -141,7 +141,6 @@ def test_broken_files_of_a_target(refused: Run, world: Path, tmp_path: Path) -> 
     assert "has no config.json" in refused("generate", "--target", target, "--prompt-ids", "1")
 
 
-@pytest.mark.xfail(strict=False, reason="Target.load lets SafetensorError through")
 def test_truncated_weights_of_a_target(refused: Run, world: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(world / "bare", tmp_path / "target"))
     weights = target / "model.safetensors"

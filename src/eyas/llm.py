@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -115,7 +115,9 @@ def load(
     if target is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
-        model = Target(tiny.model().to(place, torch.float32 if isinstance(kind, str) else kind), "embedded")
+        embedded: torch.nn.Module = tiny.model()
+        embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
+        model = Target(cast(PreTrainedModel, embedded), "embedded")
         words = tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer, must=True)
         draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
     elif isinstance(target, PreTrainedModel):

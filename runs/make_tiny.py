@@ -254,6 +254,9 @@ def head_stage(args: argparse.Namespace) -> None:
 
     from safetensors.torch import load_file, save_file
 
+    from eyas import tiny
+    from eyas.target import Target
+
     args.output.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.half() for name, value in load_file(args.model / "model.safetensors").items() if name != "embed_tokens.weight"}
     save_file(tensors, args.output / "model.safetensors")
@@ -261,6 +264,11 @@ def head_stage(args: argparse.Namespace) -> None:
         (args.output / name).write_bytes((args.model / name).read_bytes())
     folder = args.output.parent
     files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "checksums.json")
+    for f in files:
+        f.chmod(0o644)
+    config = json.loads((args.output / "config.json").read_text())
+    config["eyas"]["target_fingerprint"] = Target(tiny.model(folder)).fingerprint()
+    (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     sums = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     (folder / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
     print(f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB in {folder}")

@@ -20,7 +20,7 @@ else
 fi
 "$PY" runs/make_tiny.py quantise --model "$OUT/run/model" --output src/eyas/tiny/weights
 # the head, on the quantised model
-"$PY" -m eyas train --method eagle1 --data "$DATA/train/chat.jsonl.gz" --output "$OUT/head" --lr "${LR:-1e-3}" --tokens "${HEAD_TOKENS:-3000000}" \
-  --max-length 512 --batch-tokens 4096 --eval-every 200 --save-every 100
+"$PY" -m eyas train --method eagle1 --data "$DATA/train/chat.jsonl.gz" --output "$OUT/head" --lr 2e-3 --tokens "${HEAD_TOKENS:-2400000}" \
+  --max-length 512 --batch-tokens 4096 --eval-every 150 --save-every 50 --heldout 0.005 --heldout-tokens 20000 --seed 1
 "$PY" runs/make_tiny.py head --model "$OUT/head" --output src/eyas/tiny/weights/eagle1
 "$PY" runs/make_tiny.py report --chat "$DATA/eval/chat_heldin_300.jsonl.gz" --output docs/results/tiny.json

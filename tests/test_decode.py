@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, Repe
 import zoo
 from eyas import drafters
 from eyas.decode import Decoder, Request
+from eyas.drafters._base import options_from
 from eyas.errors import FitError, InputError, ModelError
 from eyas.sampling import Sampling
 from eyas.target import Target
@@ -147,6 +148,16 @@ def test_own_penalty_equals_generate(target: Target) -> None:
     request = Request(PROMPT, 30, Sampling(repetition_penalty=1.4))
     for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle1").random(target)):
         assert run(Decoder(target, method), [request])[0][0] == theirs
+
+
+@pytest.mark.parametrize("length", [245, 248, 254, 255, 256])
+def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> None:
+    """Guards the cache's edge: a commit writes as many slots as the deepest path could have, however few nodes were verified."""
+    request = Request((tuple(range(100)) * 3)[:length], 6)
+    small = {"tree.nodes": 3, "tree.depth": 8}
+    kind = drafters.find("eagle2")
+    method = kind.random(target, options_from(kind.Options, small))
+    assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])

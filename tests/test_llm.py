@@ -110,6 +110,17 @@ def test_chat_keeps_the_conversation(llm: LLM) -> None:
     assert chat.send("Go on").token_ids == plain(llm, said, 12)
 
 
+def test_two_turns_at_once_are_refused(llm: LLM) -> None:
+    """Guards a conversation whose last answer was not read to its end."""
+    chat = llm.chat(max_new_tokens=20)
+    open_stream = chat.stream("Hi")
+    next(open_stream)
+    with pytest.raises(InputError, match="still being streamed"):
+        chat.send("Are you there?")
+    open_stream.close()
+    assert chat.send("Are you there?").token_ids
+
+
 class Counting(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
@@ -134,7 +145,7 @@ def test_bad_prompts(llm: LLM) -> None:
     ):
         with pytest.raises(InputError, match=words_):
             llm.generate(prompt)  # type: ignore[call-overload]
-    with pytest.raises(InputError, match="unknown sampling parameter: 'temprature'"):
+    with pytest.raises(InputError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
         llm.generate("Hi", temprature=1)
     with pytest.raises(OptionError, match="temperature must be 0 or more, got -1"):
         llm.generate("Hi", temperature=-1)
@@ -167,6 +178,8 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
         ((model, head), {"tree": {"nods": 4}}, OptionError, "unknown option 'tree.nods'; did you mean tree.nodes"),
         ((model, head), {"tree.nodes": 0}, OptionError, "tree.nodes must be a whole number, 1 or more, got 0"),
         ((model, None, "eagle1"), {}, CheckpointError, "needs a trained head"),
+        ((head,), {}, ModelError, "lacks tensors"),
+        ((llm.target.model, llm.drafter, "eagle1"), {}, OptionError, "brings its own method"),
         ((model / "nowhere" / "at" / "all",), {}, ModelError, "does not exist"),
         ((head.parent,), {}, ModelError, "no config.json"),
     ):

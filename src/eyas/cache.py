@@ -26,7 +26,7 @@ __all__ = ["KVCache", "Layout", "layout_of", "slot_mask", "slot_positions"]
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 
-BUCKET = 256  # slots are allocated in powers of two times this
+BUCKET = 256  # slots are allocated in multiples of this
 
 
 def layout_of(cache: DynamicCache) -> Layout:
@@ -61,9 +61,7 @@ class KVCache(Cache):
         """Grow to hold that many slots a row; what is stored stays."""
         if slots <= self.slots:
             return
-        size = BUCKET
-        while size < slots:
-            size *= 2
+        size = -(-slots // BUCKET) * BUCKET
         for (heads, width), entries in self._count.items():
             store = torch.zeros(entries, self.rows, heads, size, width, dtype=self.dtype, device=self.device)
             if (old := self._stores.get((heads, width))) is not None:
@@ -107,8 +105,9 @@ class KVCache(Cache):
     def __len__(self) -> int:
         return max(self._place, default=-1) + 1
 
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores.values())
+    def bytes_for(self, slots: int) -> int:
+        """What that many slots a row take."""
+        return sum(n * self.rows * heads * width * slots * self.dtype.itemsize for (heads, width), n in self._count.items())
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:

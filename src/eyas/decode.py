@@ -142,6 +142,7 @@ class Decoder:
         while self.waiting and None in self.rows:
             ticket, request = self.waiting.popleft()
             clock, b = _Clock(), self._best_row(request.prompt)
+            self.target.reserve(len(request.prompt) + request.max_new_tokens)
             scores_1V = process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))
             root = Draft(Tree.chain(1, 1, scores_1V.device), torch.tensor([[request.prompt[-1]]], device=scores_1V.device))
             position_B = torch.tensor([len(request.prompt) - 1], device=scores_1V.device)

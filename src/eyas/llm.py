@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -21,7 +21,7 @@ from eyas import checkpoints, drafters, tiny
 from eyas.decode import Decoder, Processor, Request, Step
 from eyas.drafters import Drafter
 from eyas.drafters._base import options_from
-from eyas.errors import InputError, ModelError
+from eyas.errors import InputError, ModelError, OptionError, near
 from eyas.sampling import Sampling
 from eyas.target import Target, pick_device, pick_dtype
 from eyas.text import StopStrings, encode, render
@@ -161,13 +161,17 @@ DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this for
 
 def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any]) -> Drafter:
     if isinstance(draft, Drafter):
+        if method is not None or options or draft.target.model is not target.model:
+            raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
         return draft
     weights = checkpoints.load(draft) if draft is not None else None
     name = method or (DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
     kind = drafters.find(name)
     drafter = kind.load(weights if kind.needs_weights else None, target, options_from(kind.Options, options))
     made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
-    if made_for and made_for != target.fingerprint():
+    if kind.needs_weights and not target.head_is_exact:
+        warnings.warn(f"the head of {target.name} does something that eyas does not know: drafts may be accepted less", stacklevel=3)
+    if made_for and not target.is_named(made_for):
         warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
     return drafter
 
@@ -221,7 +225,9 @@ class LLM:
         try:
             law = Sampling(**sampling)
         except TypeError as error:
-            raise InputError(f"unknown sampling parameter: {str(error).split('argument ')[-1]}") from error
+            known = {f.name for f in fields(Sampling)}
+            name = next(iter(sampling.keys() - known), "")
+            raise InputError(f"unknown sampling parameter {name!r}; {near(name, known)}") from error
         reader = _Reader(self.tokenizer, stop)
         processors = tuple(_check_processor(p) for p in logits_processor)
         new = min(DEFAULT_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
@@ -305,6 +311,8 @@ class Chat:
                 self._answered(text, ledger)
 
     def _request(self, text: str, kwargs: Mapping[str, Any]) -> tuple[Request, _Reader]:
+        if not self._decoder.finished:
+            raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not text.strip():
             raise InputError("the message is empty")
         return self.llm.request([*self.messages, {"role": "user", "content": text}], **{**self.defaults, **kwargs})
@@ -321,6 +329,8 @@ def _stream(decoder: Decoder, request: Request, reader: _Reader, ledger: _Ledger
     try:
         while not decoder.finished:
             for step in decoder.step():
+                if step.request != ticket:  # another turn was begun before this one was read to its end
+                    continue
                 if ledger is not None:
                     ledger.add(step)
                 text = reader.take(final=step.finish is not None)
@@ -411,7 +421,7 @@ def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> f
 
 def _check_processor(processor: Processor) -> Processor:
     name = type(processor).__name__
-    if name in STATEFUL:
+    if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
         raise InputError(f"{name} remembers what it saw, and on a tree it would see tokens that never come to be: decode without it")
     if isinstance(processor, type) or not callable(processor):
         raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")

@@ -145,24 +145,25 @@ class Noise:
 
     TARGET, ACCEPT, DRAFT = 0, 1, 2
 
-    def __init__(self, seed_B: Tensor, greedy_B: Tensor) -> None:
-        """Args: seed_B int64; greedy_B bool, rows whose Gumbel noise is zero."""
+    def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
+        """Args: seed_B int64; greedy_B bool, rows whose Gumbel noise is zero; all_greedy where the host knows it already."""
         self.seed_B, self.greedy_B = seed_B, greedy_B
-        self.all_greedy = bool(greedy_B.all())  # known on the host once, so that no cycle has to ask the device
+        self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy
 
     @classmethod
     def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> Noise:
         """The noise of rows with these samplings; None is an empty row."""
         rows = [s or Sampling() for s in sampling]
-        return cls(torch.tensor([s.seed for s in rows], device=device), torch.tensor([s.greedy for s in rows], device=device))
+        greedy = [s.greedy for s in rows]
+        return cls(torch.tensor([s.seed for s in rows], device=device), torch.tensor(greedy, device=device), all(greedy))
 
     def _uniform(self, stream: int, position_BN: Tensor, count: int) -> Tensor:
-        """float64 [B, N, count] strictly inside (0, 1), 53 random bits each."""
+        """float64 [B, N, count] strictly inside (0, 1), 52 random bits each."""
         key_B1 = _mix(_mix(self.seed_B + _GOLDEN) + stream)[:, None]
         key_BN = _mix(key_B1 + (position_BN + 1) * _GOLDEN)
         counter_K = torch.arange(1, count + 1, device=position_BN.device) * _GOLDEN
-        bits_BNK = _shift(_mix(key_BN[..., None] + counter_K), 11)
-        return (bits_BNK.double() + 0.5) * 2.0**-53
+        bits_BNK = _shift(_mix(key_BN[..., None] + counter_K), 12)
+        return (bits_BNK.double() + 0.5) * 2.0**-52
 
     def gumbel(self, position_BN: Tensor, vocab: int, stream: int = TARGET) -> Tensor:
         """float32 [B, N, vocab]: the noise of every token at these absolute positions; zero in greedy rows."""

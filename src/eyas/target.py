@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from eyas import families
-from eyas.cache import KVCache, layout_of, slot_mask, slot_positions
+from eyas.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
 from eyas.tree import Seen, Tree, Verdict
 
@@ -44,16 +44,19 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        model.train(False)
+        if model.training:
+            raise ModelError("the model is in training mode: call model.eval() first")
+        places = {str(weight.device) for weight in model.parameters()}
+        if len(places) != 1 or places == {"meta"}:
+            raise ModelError(f"the model lies on {', '.join(sorted(places))}: load it whole on one device")
         self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
-        self.vocab_size: int = _weight(self.family.head).shape[0]
         self.hidden_size: int = _weight(self.family.embedding).shape[1]
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.layout, self.head_is_exact = self._probe()
+        self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
     @classmethod
     def load(cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
@@ -61,20 +64,28 @@ class Target:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind, trust_remote_code=trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=kind, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"target {str(path)!r} cannot be loaded: {reason[:300]}") from error
-        model.to(place)  # type: ignore[arg-type]
+        model, found = loaded
+        absent = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        if absent:
+            names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+            raise ModelError(f"target {str(path)!r} lacks tensors, or has them in another shape: {names}")
+        model.to(place)
         return cls(model, str(path))
 
-    def _probe(self) -> tuple[Any, bool]:
-        """Two tokens through the model: what each layer stores, and whether our head gives the model's own logits."""
+    def _probe(self) -> tuple[Layout, int, bool]:
+        """Two tokens through the model: what each layer stores, V, and whether our head gives the model's own logits."""
         cache, ids = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         with torch.no_grad(), self.tap((self.num_layers,)) as features:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
         mine = self.head(features())
-        return layout_of(cache), bool(torch.allclose(mine.float(), logits.float(), rtol=1e-2, atol=1e-3))
+        exact = mine.shape == logits.shape and torch.allclose(mine.float(), logits.float(), rtol=1e-2, atol=1e-3)
+        return layout_of(cache), logits.shape[-1], bool(exact)
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> what enters the first layer [..., D] (without learned positions)."""
@@ -120,20 +131,43 @@ class Target:
             return features()
 
     def fingerprint(self) -> str:
-        """A short name of these weights: shapes of all, values of a few. Heads that we write carry it."""
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.model.state_dict().items()):
-            digest.update(f"{name}{tuple(weight.shape)}".encode())
-        table = _weight(self.family.embedding).detach().flatten()
-        digest.update(table[:: max(1, table.numel() // 4096)].bfloat16().float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """A short name of these weights: a hash of all shapes, and sums over a few of them. Heads that we write carry it."""
+        weights = [(name, weight) for name, weight in sorted(self.model.named_parameters()) if weight.ndim == 2]
+        shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
+        sums = []
+        for _, weight in (weights[0], weights[len(weights) // 2], weights[-1]):
+            some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].double()
+            signs = torch.arange(len(some), device=some.device) % 3 - 1
+            sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
+        return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
 
+    def is_named(self, fingerprint: str) -> bool:
+        """Whether that is the fingerprint of these weights, up to the rounding of dtypes."""
+        shapes, _, sums = fingerprint.partition(":")
+        mine, _, my_sums = self.fingerprint().partition(":")
+        pairs = zip(map(float, sums.split(",")), map(float, my_sums.split(",")), strict=False)
+        return shapes == mine and all(abs(a - b) < 0.02 for a, b in pairs)
+
+    @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
         """Where NaN first appears for this sequence; for the error message."""
-        for k in range(self.num_layers + 1):
-            if torch.isnan(self.encode(torch.tensor([list(ids)], device=self.device), (k,))).any():
-                return {0: "in the embeddings", self.num_layers: "in the last layer or the final norm"}.get(k, f"after layer {k - 1}")
-        return "in the lm_head"
+        places = ["in the embeddings", *(f"after layer {k}" for k in range(self.num_layers - 1)), "in the last layer or the final norm"]
+        bad = [False] * len(places)
+
+        def look(k: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
+
+            return hook
+
+        hooks = [layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)]
+        try:
+            last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        bad[-1] = bool(torch.isnan(last).any())
+        return places[bad.index(True)] if any(bad) else "in the lm_head"
 
     def open(self, rows: int, wants: Sequence[int] = ()) -> TargetSession:
         return TargetSession(self, rows, tuple(wants))
@@ -147,6 +181,16 @@ class TargetSession:
         self.cache = KVCache(target.layout, rows, target.dtype, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.lengths = [0] * rows  # the host's copy
+
+    def reserve(self, tokens: int) -> None:
+        """Room for that many tokens a row, before a request starts; FitError, with the bytes, when memory does not hold them."""
+        try:
+            self.cache.reserve(tokens)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            gib = self.cache.bytes_for(tokens) / 2**30
+            raise FitError(
+                f"keys and values of {self.rows} rows x {tokens} tokens need {gib:.1f} GiB, which do not fit: use fewer or shorter"
+            ) from error
 
     def check_fit(self, prompt: int, new: int) -> None:
         """FitError, with the numbers, when prompt and new tokens exceed the context."""
@@ -182,7 +226,8 @@ class TargetSession:
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree) -> Seen:
         """One pass over every row's tree. Nothing is committed."""
-        return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + tree.nodes)
+        reach = max(tree.nodes, tree.max_depth + 1)  # commit writes as many slots as the longest path has
+        return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
 
     def _run(self, span: slice, tokens_RN: Tensor, depth_RN: Tensor, visible_RNN: Tensor, needed: int, last_only: bool = False) -> Seen:
         target, N = self.target, tokens_RN.shape[1]

@@ -161,6 +161,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         folder.mkdir(parents=True, exist_ok=True)
         save_file(_unshared(tensors), temporary[_SAFETENSORS], metadata={"format": "pt"})
         temporary[_CONFIG].write_text(text, encoding="utf-8")
+        temporary[_SAFETENSORS].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
         for path in temporary.values():
             _to_disk(path)
         for name, path in temporary.items():

@@ -77,7 +77,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> None:
     with progress.bar() as show, quiet(given["verbose"]):
         outcome = train(
             drafter, data.train, data.heldout, config, given["output"],
-            resume=not given["restart"], evaluate=alpha.chain_figures(data.heldout), progress=show, about=about,
+            resume=not given["restart"], evaluate=alpha.chain_figures(data.heldout, llm.eos), progress=show, about=about,
         )  # fmt: skip
     _report(outcome, given["output"], config)
 
@@ -116,7 +116,8 @@ def _read(llm: LLM, paths: tuple[str, ...], config: TrainConfig) -> Data:
             if report.lines % 500 == 0:
                 status.update(f"reading data: {report.lines:,} lines, {report.tokens:,} tokens")
 
-        data = read(list(paths), llm.tokenizer, max_length=config.max_length, heldout=config.heldout, on_line=say)
+        longest = min(config.max_length, llm.target.context)
+        data = read(list(paths), llm.tokenizer, max_length=longest, heldout=config.heldout, on_line=say)
     for problem in data.report.problems[:SHOWN_PROBLEMS]:
         note(problem)
     if len(data.report.problems) > SHOWN_PROBLEMS:

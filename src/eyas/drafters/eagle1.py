@@ -43,10 +43,12 @@ REFERENCE_TREE: Choices = check_choices(tuple(map(int, path)) for path in _REFER
 class StaticTree:
     """Which tree EAGLE-1 drafts."""
 
-    choices: str = "reference"  # "reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks
+    choices: str | Choices = "reference"  # "reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks
 
     def resolve(self) -> Choices:
         """OptionError when the name, the file or the tree is bad."""
+        if not isinstance(self.choices, str):
+            return check_choices(self.choices)
         name, _, depth = self.choices.partition("-")
         if self.choices == "reference":
             return REFERENCE_TREE

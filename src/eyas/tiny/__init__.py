@@ -1,8 +1,8 @@
 """The embedded model: a 28M-parameter LLaMA chat model of our own, its tokenizer and its draft head.
 
 Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the dequantised model *is* the target,
-the heads were trained on it. How it was made: runs/make_tiny.py and MODEL_CARD.md. This module knows where the files are and how to unpack
-them, no more.
+the heads were trained on it. How it was made: runs/make_tiny.py and weights/README.md. This module knows where the files are and how to
+unpack them, no more.
 """
 
 from __future__ import annotations
@@ -70,5 +70,10 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
 def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the embedded model's tokenizer is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again"
+        ) from error
     return found

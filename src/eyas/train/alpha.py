@@ -47,7 +47,7 @@ def last_prompt(example: Example) -> tuple[int, ...]:
 
 
 def chain_figures(
-    examples: Sequence[Example], prompts: int = 16, new_tokens: int = 48, depth: int = 5
+    examples: Sequence[Example], eos: frozenset[int] = frozenset(), prompts: int = 16, new_tokens: int = 48, depth: int = 5
 ) -> Callable[[Drafter], dict[str, float]]:
     """Held-out figures for the training loop: greedy answers to some prompts, drafted by chains of `depth`."""
     chosen = [p for p in (last_prompt(e) for e in examples[:prompts]) if p]
@@ -60,7 +60,7 @@ def chain_figures(
             if room < 1:
                 continue
             decoder = Decoder(chain.target, chain)
-            decoder.add(Request(prompt, min(new_tokens, room)))
+            decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
             while not decoder.finished:
                 steps += decoder.step()
         return figures_of(steps, depth)

@@ -35,7 +35,7 @@ from eyas import checkpoints
 from eyas.drafters._base import Batch, Drafter
 from eyas.errors import EyasError, FitError, InputError, OptionError
 from eyas.train.config import TrainConfig
-from eyas.train.data import Batches, Example
+from eyas.train.data import FIRST_COUNTABLE, Batches, Example
 from eyas.train.progress import OnProgress, Progress, figures_text
 from eyas.train.record import write_record
 from eyas.train.state import Log, load_state, prepare, save_state
@@ -217,12 +217,12 @@ class _Run:
         config, step = self.config, self.step
         taken, position = self._take()
         loaded = [self.batches.load(batch) for batch in taken]
-        counts = [int(counted_RT.sum()) for _, counted_RT in loaded]
+        counts = [int(counted_RT[:, FIRST_COUNTABLE:].sum()) for _, counted_RT in loaded]
         self.net.train()
         self.optimiser.zero_grad(set_to_none=True)
         figures: dict[str, float] = {}
         for index, (tokens_RT, counted_RT) in enumerate(loaded):
-            share = counts[index] / sum(counts)
+            share = counts[index] / max(1, sum(counts))
             with self._memory_told(tokens_RT):
                 loss, metrics = self._loss(tokens_RT, counted_RT, (config.seed, step, index), training=True)
                 self._check_finite(loss)
@@ -318,13 +318,13 @@ class _Run:
             with self._memory_told(tokens_RT):
                 loss, metrics = self._loss(tokens_RT, counted_RT, ("heldout", tokens), training=False)
             self._check_finite(loss)
-            count = int(counted_RT.sum())
+            count = int(counted_RT[:, FIRST_COUNTABLE:].sum())
             for name, value in {"loss": float(loss.detach()), **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + count * value
             seen, tokens = seen + count, tokens + self.heldout_batches.tokens(batch)
             if tokens >= self.config.heldout_tokens:
                 break
-        return {name: total / seen for name, total in totals.items()}
+        return {name: total / max(1, seen) for name, total in totals.items()}
 
     def save_if_due(self) -> None:
         if self.step != self.saved and (self.ended or (self.config.save_every > 0 and self.step % self.config.save_every == 0)):

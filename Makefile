@@ -18,7 +18,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo test check lint format clean
+.PHONY: help demo bench test check lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,10 @@ help: ## this list
 demo: $(STAMP) ## the embedded model: plain decoding beside the best method, live
 	@echo "==> eyas demo"
 	@$(BIN)/eyas demo $(ARGS)
+
+bench: $(STAMP) ## tokens per second of plain decoding, generate and several trees on this machine (minutes)
+	@echo "==> runs/speed.py"
+	@$(BIN)/python runs/speed.py $(ARGS)
 
 test: $(STAMP) ## every test (ARGS="-k tree" for some of them)
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"

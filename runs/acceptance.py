@@ -36,7 +36,6 @@ METHODS = {
     "eagle1 chain": ("eagle1", {"tree.choices": "chain-5"}),
     "eagle1 static tree": ("eagle1", {"tree.choices": "reference"}),
     "eagle2 dynamic tree": ("eagle2", {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}),
-    "eagle2 60/8/10": ("eagle2", {"tree.nodes": 60, "tree.depth": 8, "tree.branch": 10}),
 }
 
 

@@ -166,9 +166,11 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices) -> Draft:
         key_BQV = scores_BQV
         if not roots.noise.all_greedy:
             place_BQ = roots.position_B[:, None] * N + torch.tensor(plan.inner, device=device)  # every node draws with noise of its own
-            key_BQV = scores_BQV.log_softmax(-1) + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], Noise.DRAFT)
+            q_BQV = law(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
+            key_BQV = torch.where(roots.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
+            key_BQV = key_BQV + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], Noise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
-            q_BNV[:, plan.inner] = law(scores_BQV, greedy=False)
+            q_BNV[:, plan.inner] = q_BQV
         key_BQK, token_BQK = key_BQV.topk(plan.width)
         own_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
         for place, rank, node in plan.children:

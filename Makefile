@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 JOBS   ?= 2
+TESTS  ?= tests
 ARGS   ?=
 
 BIN   := .venv/bin
@@ -31,9 +32,9 @@ bench: $(STAMP) ## tokens per second of plain decoding, generate and several tre
 	@echo "==> runs/speed.py"
 	@$(BIN)/python runs/speed.py $(ARGS)
 
-test: $(STAMP) ## every test (ARGS="-k tree" for some of them)
+test: $(STAMP) ## every test (TESTS=tests/test_tree.py or ARGS="-k tree" for some of them)
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"

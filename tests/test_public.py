@@ -38,12 +38,11 @@ def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a batch and accepts something."""
     (code,) = blocks("docs/add_a_method.md")
     assert len(code.splitlines()) < 65
-    (tmp_path / "bigram_example.py").write_text(code)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "bigram.py").write_text(code)
+    (tmp_path / "package_of_mine").mkdir()
+    (tmp_path / "package_of_mine" / "bigram.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    method = drafters.find("own.bigram")
+    method = drafters.find("package_of_mine.bigram")
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
     requests = [Request(tuple(dice.randrange(100) for _ in range(5 + i)), 30, Sampling(0.5 * i, seed=i)) for i in range(3)]
     tokens, steps = run(Decoder(target, method(target), 2), requests)

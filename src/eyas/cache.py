@@ -85,10 +85,12 @@ class KVCache(Cache):
         return views[0], views[1]
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones."""
+        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
+        if path_BP.shape[1] == 1:
+            return
         row_B1 = torch.arange(self.rows, device=self.device)[:, None]
-        goal_BP = length_B[:, None] + torch.arange(path_BP.shape[1], device=self.device)
-        source_BP = torch.where(path_BP >= 0, length_B[:, None] + path_BP, goal_BP)
+        goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=self.device)
+        source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
         for store in self._stores.values():
             store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
 

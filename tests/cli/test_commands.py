@@ -19,6 +19,7 @@ from click.testing import CliRunner
 import eyas
 from eyas import cli, drafters, tiny
 from eyas.cli import demo, doctor
+from processes import hear_interrupts
 
 Run = Callable[..., Any]
 HERE = tiny.HEAD.is_dir()  # looked up before any fixture puts something else there
@@ -216,7 +217,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(command, env=environment, preexec_fn=hear_interrupts, **pipes) as process:  # type: ignore[call-overload]
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert len(process.stdout.read(3)) == 3

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from processes import hear_interrupts
+
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
     "target", "draft", "tree", "dtype", "device", "versions",
@@ -271,7 +273,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
         given,
     )
     command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick()) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick(), preexec_fn=hear_interrupts) as process:
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

@@ -81,7 +81,7 @@ class Eyas(click.RichGroup):
 )
 @click.version_option(__version__, prog_name="eyas", message="%(prog)s %(version)s")
 def group() -> None:
-    """Makes a language model generate several times faster [bold]without changing what it says[/].
+    """Makes a language model generate faster [bold]without changing what it says[/].
 
     A small draft head guesses a tree of next tokens; the untouched model checks all of them in one pass and keeps what it would have
     said itself.

@@ -8,7 +8,7 @@ unpack them, no more.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import ModelError
 
@@ -55,13 +55,21 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     try:
         tensors = dequantise(load_file(folder / PACKED))
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"the embedded model is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again") from error
-    net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+    logging: Any = transformers_logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     net.generation_config = GenerationConfig.from_pretrained(folder)
     net.train(False)
     return net

@@ -21,7 +21,7 @@ def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, in
     for step in steps:
         if step.prefill:
             continue
-        for d in range(step.accepted):
+        for d in range(min(step.accepted, depth)):
             reached[d] += 1
             accepted[d] += 1
         if len(step.tokens) > step.accepted and step.accepted < depth:  # the bonus was emitted, so the next draft token was refused

@@ -281,7 +281,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     kept = results(output)
     assert 1 <= len(kept) < 20
     assert [line["line"] for line in kept] == list(range(1, len(kept) + 1))
-    assert said == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them\n"
+    assert said.strip() == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them"
     write(given, [{"prompt": f"number {i}"} for i in range(len(kept) + 1)])
     assert run("generate", *options, "--output", output).exit_code == 0
     assert [line["line"] for line in results(output)] == list(range(1, len(kept) + 2))

@@ -160,13 +160,6 @@ def test_golden_heads(name: str, tmp_path: Path) -> None:
 
 
 @needs_golden
-@pytest.mark.parametrize("name", ["head_eagle3_b", "head_eagle3_b_fullvocab"])
-def test_golden_eagle3_heads_are_refused_by_name(name: str) -> None:
-    """Guards against reading an EAGLE-3 head as an EAGLE-1 head, or listing its tensors as if the file were broken."""
-    refused(GOLDEN / name, "EAGLE-3")
-
-
-@needs_golden
 def test_a_target_given_as_draft() -> None:
     """Guards against a puzzling list of tensors for the commonest mix-up."""
     refused(GOLDEN / "target_a", "whole language model.*give it as the target")

@@ -28,7 +28,7 @@ class Weights:
     """A draft head as the drafters want it, whatever format it was published in. Filled by `load`, or by a trainer for `save`."""
 
     method: str
-    """The method whose net these tensors are, a name of the drafters folder: "eagle1"."""
+    """The method whose net these tensors are, a name of the drafters folder: "eagle1", "eagle3"."""
     config: dict[str, Any]
     """Our keys, described by the format that filled them; "eyas" holds the record of a head that we wrote, if we wrote it."""
     tensors: dict[str, Tensor]
@@ -38,10 +38,13 @@ class Weights:
 
 
 class Format(Protocol):
-    """What a file of this folder offers. All of it is pure; errors are CheckpointErrors that need not name the source."""
+    """What a file of this folder offers. All of it is pure; errors are CheckpointErrors that need not name the source.
+
+    Whatever a folder holds, one format at most recognises it: the order of the files is no rule.
+    """
 
     METHODS: tuple[str, ...]
-    """The methods whose heads this format can hold."""
+    """The methods whose heads are saved in this format; none for a format that is only read, which has no `write`."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         """Whether a config.json and tensor names are of this format, also if it then refuses them."""
@@ -56,8 +59,8 @@ class Format(Protocol):
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
     """A draft head from a folder, or from the hub as "owner/name"; a folder goes before a hub id of the same name.
 
-    The format is told from the tensor names. Of the hub only config and weight files are fetched (safetensors, or .bin where there are
-    none). revision: a branch, tag or commit of the hub.
+    The format is told from config.json and the tensor names. Of the hub only config and weight files are fetched (safetensors, or .bin
+    where there are none). revision: a branch, tag or commit of the hub.
     Raises CheckpointError when there is no such head, when a file is missing, corrupt or truncated, or when names, shapes or settings
     are not what the format says; InputError when revision is given for a folder.
     """
@@ -119,5 +122,5 @@ def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Form
             return form
     if any(name.startswith(("model.layers.", "transformer.h.", "gpt_neox.")) for name in tensors):
         raise CheckpointError("this looks like a whole language model, not a draft head: give it as the target")
-    some = ", ".join(sorted(tensors)[:4])
-    raise CheckpointError(f"not a draft head of a format known here; it holds {len(tensors)} tensors: {some}{', ...' * (len(tensors) > 4)}")
+    some = ", ".join(sorted(tensors)[:4]) + ", ..." * (len(tensors) > 4)
+    raise CheckpointError(f"not a draft head of a format known here; it holds {len(tensors)} tensors: {some}")

@@ -1,0 +1,129 @@
+"""The format in which the authors of EAGLE publish their heads for EAGLE-3; ours are written in it.
+
+    config.json     a LLaMA config with draft_vocab_size, and target_hidden_size only where it is not hidden_size; its num_hidden_layers,
+                    bias and architectures are not read; layers are always 2, L//2, L-3 (inputs)
+    tensors         fc.weight, midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight, midlayer.self_attn.*_proj.weight,
+                    midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
+                    int64) and t2d (marks, bool); mostly no embed_tokens.weight
+
+A head that needs more than this format can say (explicit layers, norms before fc, a normed state that is carried, a bias, the target's
+head) is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size beside them:
+SGLang and vLLM know no such architecture, and the authors' code, which does not look at it, stops at the missing draft_vocab_size. So
+none of them runs it as what it is not.
+
+Our config and our tensor names: see `_eagle3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.checkpoints._eagle3 import (
+    CARRIES,
+    IDS,
+    NAME_THE_FORM,
+    SGLANG,
+    VLLM,
+    architecture,
+    assemble,
+    choice,
+    complete,
+    is_eagle3,
+    layer_ids,
+    names_of,
+    shapes,
+)
+from eyas.checkpoints._llama import flag, mapping, write_layer
+from eyas.checkpoints._weights import differences
+from eyas.errors import CheckpointError
+
+__all__ = ["METHODS", "read", "recognises", "write"]
+
+METHODS = ("eagle3",)
+
+EXTENDED = "EyasEagle3ForCausalLM"
+_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether this is an EAGLE-3 head that no other format claims, also if it then is of an architecture that is refused."""
+    claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
+    return is_eagle3(config, names) and not claimed
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Published config and tensors -> ("eagle3", our config, our tensors); CheckpointError names all that is not as the format says."""
+    eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
+    _refuse_other_forms(config, inner, eyas, tensors)
+    published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
+    settings = {
+        **layer_ids(config, published, None),
+        **{key: flag(eyas, key, False) for key in _FLAGS},
+        "carries": choice(eyas, "carries", CARRIES),
+        "target_hidden_size": config.get("target_hidden_size"),
+        "draft_vocab_size": eyas.get("draft_vocab_size") if config.get("draft_vocab_size") is None else config["draft_vocab_size"],
+        "head": choice(eyas, "head", ("own", "target")),
+    }
+    return "eagle3", *assemble({**inner, **config}, tensors, settings, ("midlayer",), eyas, strict=True)
+
+
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our config and tensors -> config.json and tensors as published."""
+    assert method in METHODS, method
+    ours = complete(config)
+    optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
+    found = differences(tensors, shapes(ours), optional)
+    assert not found, found
+    published = {name: tensors[mine] for name, mine in names_of("midlayer", ours["num_features"]).items() if mine in tensors}
+    if "draft_ids" in tensors:
+        ids = tensors["draft_ids"].cpu()
+        assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
+        assert bool((ids.diff() > 0).all()), "draft_ids do not increase"
+        published["d2t"] = ids - torch.arange(len(ids))
+        published["t2d"] = torch.zeros(ours["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    return {**_write_config(ours), "torch_dtype": dtype}, published
+
+
+def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eyas: Mapping[str, Any], names: Collection[str]) -> None:
+    """What a head of this form cannot have: the architecture, the flags and the layer's name of others."""
+    name = architecture(config)
+    if "eagle3" in name.lower() and name != EXTENDED:
+        raise CheckpointError(
+            f"config.json says architectures {[name]}, an EAGLE-3 head of a kind that is not read; if its layer is a LLaMA layer, "
+            f"name the form that it has: {NAME_THE_FORM}"
+        )
+    for key in (*_FLAGS, "use_aux_norm", "norm_output"):
+        if (config.get(key) or inner.get(key)) and not (key == "norm_output" and eyas.get("carries")):
+            raise CheckpointError(
+                f"config.json has {key}, which this form of EAGLE-3 heads does not know; name the writer's: {NAME_THE_FORM}"
+            )
+    if any(name.startswith("layers.0.") for name in names) and not any(name.startswith("midlayer.") for name in names):
+        raise CheckpointError(f"the layer of this EAGLE-3 head is layers.0, and midlayer in this form; name the writer's: {NAME_THE_FORM}")
+
+
+def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Our complete config -> config.json; extended where the published format would say another computation."""
+    assert ours["feature_layers"] or ours["num_features"] == 3, "other than three features need feature_layers"
+    extra: dict[str, Any] = {key: True for key in _FLAGS if ours[key]}
+    if ours["feature_layers"]:
+        extra |= {"feature_layers": list(ours["feature_layers"]), "layer_ids": "input"}
+        extra |= {"layer_ids_as_published": ours["layer_ids_as_published"]} if ours["layer_ids_as_published"] else {}
+    if ours["carries"] != "raw":
+        extra["carries"] = ours["carries"]
+    if ours["head"] != "own":
+        extra["head"] = ours["head"]
+    vocab = {"draft_vocab_size": ours["draft_vocab_size"]}
+    published = write_layer(ours)
+    if extra or ours["fc_bias"] or ours["qkv_bias"]:
+        published, extra = {**published, "architectures": [EXTENDED]}, {**extra, **vocab}
+    else:
+        published |= vocab
+    if ours["target_hidden_size"] != ours["hidden_size"]:
+        published["target_hidden_size"] = ours["target_hidden_size"]
+    eyas = {**(ours.get("eyas") or {}), **extra}
+    return {**published, "eyas": eyas} if eyas else published

@@ -1,0 +1,701 @@
+"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be guessed is refused.
+
+The names of the published tensors are written out here, so that a swapped pair in the code's own tables is noticed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import eyas.checkpoints
+from eyas.checkpoints import Weights, load, save
+from eyas.errors import CheckpointError
+
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+
+Head = tuple[dict[str, Any], dict[str, Tensor]]
+
+D, HEADS, KV, WIDTH, INNER, V = 8, 4, 2, 2, 12, 20
+IDS = [0, 3, 4, 9, 10, 17, 18]  # the target's ids of the draft tokens
+
+LAYER: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": D,
+    "intermediate_size": INNER,
+    "vocab_size": V,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "num_hidden_layers": 40,  # as published Vicuna heads have it: not to be trusted
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+
+IN_THE_LAYER = {
+    "input_layernorm.weight": "layer.embed_norm.weight",
+    "hidden_norm.weight": "layer.hidden_norm.weight",
+    "post_attention_layernorm.weight": "layer.mlp_norm.weight",
+    "self_attn.q_proj.weight": "layer.attention.q.weight",
+    "self_attn.k_proj.weight": "layer.attention.k.weight",
+    "self_attn.v_proj.weight": "layer.attention.v.weight",
+    "self_attn.o_proj.weight": "layer.attention.o.weight",
+    "mlp.gate_proj.weight": "layer.mlp.gate.weight",
+    "mlp.up_proj.weight": "layer.mlp.up.weight",
+    "mlp.down_proj.weight": "layer.mlp.down.weight",
+}
+AROUND = {"fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "head.weight"}
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def maps(ids: list[int] = IDS) -> dict[str, Tensor]:
+    """d2t and t2d, by the book."""
+    marks = torch.zeros(V, dtype=torch.bool)
+    marks[ids] = True
+    return {"d2t": torch.tensor([full - draft for draft, full in enumerate(ids)]), "t2d": marks}
+
+
+def tensors(layer: str = "midlayer", features: int = 3 * D, vocab: int = len(IDS)) -> dict[str, Tensor]:
+    """Random weights of a head whose layer has this name, and the maps of a smaller vocabulary."""
+    made = torch.Generator().manual_seed(0)
+    rows = {"q": HEADS * WIDTH, "k": KV * WIDTH, "v": KV * WIDTH}
+    sizes: dict[str, tuple[int, ...]] = {"fc.weight": (D, features), "norm.weight": (D,), "lm_head.weight": (vocab, D)}
+    sizes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    sizes |= {f"{layer}.self_attn.{x}_proj.weight": (size, 2 * D) for x, size in rows.items()}
+    sizes |= {f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH), f"{layer}.mlp.down_proj.weight": (D, INNER)}
+    sizes |= {f"{layer}.mlp.{x}_proj.weight": (INNER, D) for x in ("gate", "up")}
+    return {name: torch.randn(size, generator=made) for name, size in sizes.items()} | (maps() if vocab == len(IDS) else {})
+
+
+def without(held: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in names}
+
+
+# Small heads as each writer publishes them.
+
+
+def safeailab(**changes: Any) -> Head:
+    return {"architectures": ["LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors()
+
+
+def specforge(**changes: Any) -> Head:
+    return {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, "draft_vocab_size": len(IDS), "bias": False, **changes}, tensors()
+
+
+def modelopt(ids: list[int] | None = None, **changes: Any) -> Head:
+    flags = {
+        "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+        "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+    }  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **LAYER,
+        "draft_vocab_size": len(IDS),
+        "mlp_bias": False,
+        "attention_bias": False,
+    }
+    inner = {"eagle_aux_hidden_state_layer_ids": ids or [1, 5, 9], **flags}
+    return {**config, "eagle_config": inner, **changes}, without(tensors("layers.0"), "t2d")
+
+
+def vllm(**changes: Any) -> Head:
+    return {"architectures": ["Eagle3LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors("layers.0")
+
+
+def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "someone/model"}},
+        "transformer_layer_config": {"model_type": "llama", **LAYER, "head_dim": WIDTH, **(layer or {})},
+        "draft_vocab_size": len(IDS),
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+    }
+    return {**config, **changes}, {**tensors("layers.0"), "embed_tokens.weight": torch.randn(V, D)}
+
+
+FORMS = {"safeailab3": safeailab, "specforge": specforge, "modelopt": modelopt, "vllm": vllm, "speculators": speculators}
+FILES = {"safeailab3": "safeailab3", "specforge": "sglang", "modelopt": "sglang", "vllm": "vllm", "speculators": "speculators"}
+
+
+def put(folder: Path, head: Head) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(head[0]))
+    save_file(head[1], folder / "model.safetensors")
+    return folder
+
+
+def read(folder: Path, head: Head, **held: Any) -> Weights:
+    """The head as `load` gives it, with some tensors changed; None takes one away."""
+    changed = {name: tensor for name, tensor in {**head[1], **held}.items() if tensor is not None}
+    return load(put(folder, (head[0], changed)))
+
+
+def refused(folder: Path, head: Head, says: str, **held: Any) -> str:
+    with pytest.raises(CheckpointError, match=says) as caught:
+        read(folder, head, **held)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+# --- every form ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_names_are_paired_right(tmp_path: Path, form: str) -> None:
+    """Guards against two tensors of one shape whose names are swapped, which no round trip notices, and against lost or added tensors."""
+    config, held = FORMS[form]()
+    layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
+    pairs = AROUND | {f"{layer}.{theirs}": mine for theirs, mine in IN_THE_LAYER.items()}
+    pairs |= {"embed_tokens.weight": "embed.weight"} if form == "speculators" else {}
+    weights = read(tmp_path, (config, held))
+    assert weights.method == "eagle3"
+    assert weights.tensors.keys() == {*pairs.values(), "draft_ids"}
+    for theirs, mine in pairs.items():
+        assert torch.equal(weights.tensors[mine], held[theirs]), mine
+    assert weights.tensors["draft_ids"].tolist() == IDS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_left_out(tmp_path: Path, form: str) -> None:
+    """Guards against wrong defaults: what a published config does not say has the meaning that its readers' code gives it."""
+    head = modelopt(eagle_config=None) if form == "modelopt" else FORMS[form]()
+    config = read(tmp_path, head).config
+    assert config == {
+        "hidden_size": D, "intermediate_size": INNER, "vocab_size": V, "num_heads": HEADS, "num_kv_heads": KV, "head_dim": WIDTH,
+        "rms_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "max_positions": 512, "fc_bias": False, "qkv_bias": False,
+        "act": "silu", "draft_vocab_size": len(IDS), "target_hidden_size": D, "num_features": 3, "feature_layers": None,
+        "layer_ids_as_published": None, "norm_before_fc": False, "fc_norm": False, "norm_before_residual": False, "carries": "raw",
+        "head": "own",
+    }  # fmt: skip
+
+
+def formats() -> dict[str, Any]:
+    found = [m.name for m in pkgutil.iter_modules(eyas.checkpoints.__path__) if not m.name.startswith("_")]
+    return {name: importlib.import_module(f"eyas.checkpoints.{name}") for name in found}
+
+
+EAGLE1 = ["fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.post_attention_layernorm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "expected"),
+    [
+        *[(*FORMS[form](), [FILES[form]]) for form in FORMS],
+        (LAYER, tensors(), ["safeailab3"]),
+        (LAYER | {"architectures": ["Qwen3ForCausalLM"]}, tensors(), ["safeailab3"]),
+        (LAYER | {"architectures": ["EyasEagle3ForCausalLM"]}, tensors(), ["safeailab3"]),
+        (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["sglang"]),
+        (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
+        (LAYER, EAGLE1, ["safeailab"]),
+        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators"]),
+        (LAYER | {"architectures": ["LlamaForCausalLM"]}, ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"], []),
+    ],
+)
+def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
+    """Guards against a head that two formats claim, so that the order of the files would decide how it is read."""
+    assert [name for name, form in formats().items() if form.recognises(config, list(names))] == expected
+
+
+def test_one_format_writes_each_method() -> None:
+    """Guards against two files that would both write the heads of a method, and against a reader that is asked to write."""
+    writers = [(method, name) for name, form in formats().items() for method in form.METHODS]
+    assert writers == [("eagle1", "safeailab"), ("eagle3", "safeailab3")]
+    assert all(hasattr(formats()[name], "write") for _, name in writers)
+
+
+# --- layer ids -------------------------------------------------------------------------------------------------------------------------
+
+
+def inner(ids: Any, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, **more}}
+
+
+TOP = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
+
+
+@pytest.mark.parametrize(
+    ("head", "layers", "meaning"),
+    [
+        (specforge(**inner([1, 5, 9])), (2, 6, 10), "output"),
+        (modelopt([1, 5, 9]), (2, 6, 10), "output"),
+        (vllm(**inner([1, 5, 9])), (1, 5, 9), "input"),
+        (vllm(**TOP), (1, 5, 9), "input"),
+        (speculators(**TOP), (1, 5, 9), "input"),
+        (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+        (vllm(**inner([1, 5, 9]), eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+        (safeailab(**TOP, eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+        (specforge(**TOP, eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+    ],
+)
+def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, ...], meaning: str) -> None:
+    """Guards against features that are off by one layer: the head still runs, and accepts a tenth instead of a half."""
+    config = read(tmp_path, head).config
+    assert config["feature_layers"] == layers
+    assert config["layer_ids_as_published"] == {"ids": [1, 5, 9], "meaning": meaning}
+    assert config["num_features"] == 3
+    assert "eyas" not in config
+
+
+def test_layers_added_by_hand(tmp_path: Path) -> None:
+    """Guards against a head whose layers nobody published and nobody can say."""
+    config = read(tmp_path, specforge(eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"})).config
+    assert config["feature_layers"] == (1, 5, 9)
+    assert config["layer_ids_as_published"] is None
+
+
+@pytest.mark.parametrize("form", [specforge, vllm])
+def test_other_numbers_of_features(tmp_path: Path, form: Any) -> None:
+    """Guards against three features where a head was trained on another number of them."""
+    weights = read(tmp_path, form(**inner([0, 3, 5, 7]), num_aux_hidden_states=4), **{"fc.weight": torch.randn(D, 4 * D)})
+    assert weights.config["num_features"] == 4
+    refused(tmp_path, form(**inner([0, 3, 5, 7])), r"fc\.weight is \[8, 24\] and should be \[8, 32\]")
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (safeailab(**TOP), r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_states\[2\]\)'),
+        (safeailab(**inner([1, 5, 9])), "does not tell whether they mean the input or the output"),
+        (specforge(**TOP), "does not tell whether they mean the input or the output"),
+        (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], and \[1, 5, 8\] in its eagle_config: remove the wrong one"),
+        (specforge(**inner([9, 5, 1])), "each greater than the one before"),
+        (specforge(**inner([1, 5, 5])), "each greater than the one before"),
+        (specforge(**inner([-1, 5, 9])), "whole numbers from 0 on"),
+        (specforge(**inner([1, 5, True])), "whole numbers from 0 on"),
+        (specforge(**inner([])), r"layer ids \[\]; they must"),
+        (vllm(**inner("1,5,9")), "layer ids '1,5,9'; they must"),
+        (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}), "eyas.layer_ids 'outputs'; it must be input or output"),
+        (specforge(eyas={"feature_layers": [1, 5, 9]}), 'say what they mean: "layer_ids": "input" or "output"'),
+        (specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), "has layer ids twice"),
+        (
+            specforge(num_aux_hidden_states=5),
+            "num_aux_hidden_states 5 and names 3 layers .* name all of them under eagle_config.eagle_aux_",
+        ),
+    ],
+)
+def test_layer_ids_that_would_be_guessed(tmp_path: Path, head: Head, says: str) -> None:
+    """Guards against choosing a meaning of layer ids silently."""
+    refused(tmp_path, head, says)
+
+
+# --- the draft vocabulary --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_maps_that_disagree(tmp_path: Path, form: str) -> None:
+    """Guards against draft tokens that mean another token, one place off or altogether, which only acceptance would show."""
+    head = FORMS[form]()
+    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 0 is in one", d2t=maps()["d2t"] + 1, t2d=maps()["t2d"])
+    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 9 is in one", t2d=maps([0, 3, 4, 10, 11, 17, 18])["t2d"])
+    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 6 by t2d, and id 18", t2d=maps(IDS[:-1])["t2d"])
+    refused(tmp_path, head, "d2t holds the target's ids themselves", d2t=torch.tensor(IDS), t2d=maps()["t2d"])
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ({"d2t": torch.tensor(IDS)}, "d2t leads out of the vocabulary of 20, to 0 ... 24; it must hold offsets"),
+        ({"d2t": maps()["d2t"] - 1}, "out of the vocabulary of 20, to -1 ... 17"),
+        ({"d2t": maps()["d2t"] * torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "draft tokens 5, 6 lead to 17, 6"),
+        ({"d2t": torch.tensor([0, 2, 1, 2, 6, 12, 12])}, "draft tokens 1, 2 lead to 3, 3"),
+        ({"d2t": maps()["d2t"].float()}, "d2t is torch.float32; it must be int64"),
+        ({"d2t": None}, r"missing d2t \[7\]"),
+        ({"d2t": maps()["d2t"][:6]}, r"d2t is \[6\] and should be \[7\]"),
+        ({"t2d": maps()["t2d"].long()}, "t2d is torch.int64; it must be bool"),
+        ({"t2d": maps()["t2d"][:19]}, r"t2d is \[19\] and should be \[20\]"),
+    ],
+)
+def test_broken_maps(tmp_path: Path, held: dict[str, Any], says: str) -> None:
+    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare with."""
+    refused(tmp_path, vllm(), says, **{"t2d": None, **held})
+
+
+def test_short_integers(tmp_path: Path) -> None:
+    """Guards against overflow or another dtype in the ids of a head whose maps were made smaller."""
+    ids = read(tmp_path, vllm(), d2t=maps()["d2t"].int()).tensors["draft_ids"]
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == IDS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_whole_vocabulary(tmp_path: Path, form: str) -> None:
+    """Guards against maps demanded where there is nothing to map, and against maps that then say something after all."""
+    config, held = FORMS[form]()
+    for size in (V, None):
+        whole: Head = ({**config, "draft_vocab_size": size}, {**without(held, "d2t", "t2d"), "lm_head.weight": torch.randn(V, D)})
+        weights = read(tmp_path, whole)
+        assert "draft_ids" not in weights.tensors
+        assert weights.config["draft_vocab_size"] == V
+        plain = read(tmp_path, whole, d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V, dtype=torch.bool))
+        assert same(plain.tensors, weights.tensors)
+        refused(tmp_path, whole, "d2t (must lead|leads out)", d2t=torch.arange(V) % 2)
+        refused(tmp_path, whole, "d2t and t2d disagree", t2d=maps()["t2d"])
+    refused(tmp_path, ({**config, "draft_vocab_size": None}, held), 'd2t has 7 entries: add "draft_vocab_size": 7')
+    refused(tmp_path, ({**config, "draft_vocab_size": V + 1}, held), "draft_vocab_size 21, more than its vocab_size 20")
+
+
+@pytest.mark.parametrize("form", ["specforge", "modelopt", "vllm", "speculators"])
+def test_the_head_of_the_target(tmp_path: Path, form: str) -> None:
+    """Guards against a head without lm_head that is refused, or taken for broken, where its readers use the target's."""
+    config, held = FORMS[form]()
+    whole: Head = ({**config, "draft_vocab_size": None}, without(held, "d2t", "t2d", "lm_head.weight"))
+    weights = read(tmp_path, whole)
+    assert weights.config["head"] == "target"
+    assert "head.weight" not in weights.tensors
+    refused(tmp_path, (config, held), r"missing lm_head\.weight \[7, 8\]", **{"lm_head.weight": None})
+    wide = {**whole[0], "target_hidden_size": 10}
+    said = refused(tmp_path, (wide, whole[1]), r"missing lm_head\.weight \[20, 8\]", **{"fc.weight": torch.randn(D, 30)})
+    assert ("missing embed_tokens" in said) == (form != "speculators")
+
+
+def test_the_reference_has_a_head_of_its_own(tmp_path: Path) -> None:
+    """Guards against a truncated SafeAILab head that is run with the target's head, which it was never trained with."""
+    config, held = safeailab(draft_vocab_size=V)
+    refused(tmp_path, (config, without(held, "d2t", "t2d", "lm_head.weight")), r"missing lm_head\.weight \[20, 8\]")
+    refused(tmp_path, safeailab(), r"missing t2d \[20\]", t2d=None)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------------------------
+
+NORM, NORMS = torch.randn(3 * D), {f"fc_norm.{i}.weight": torch.randn(D) for i in range(3)}
+AUX = {f"aux_norm_{name}.weight": NORMS[f"fc_norm.{i}.weight"] for i, name in enumerate(["low", "mid", "high"])}
+
+
+@pytest.mark.parametrize("form", [specforge, vllm, speculators])
+def test_norms(tmp_path: Path, form: Any) -> None:
+    """Guards against a norm that is dropped or invented: the flag and the tensors must say the same."""
+    before = read(tmp_path, form(norm_before_fc=True), **{"input_norm.weight": NORM})
+    assert (before.config["norm_before_fc"], before.config["fc_norm"]) == (True, False)
+    assert torch.equal(before.tensors["input_norm.weight"], NORM)
+    each = read(tmp_path, form(fc_norm=True), **NORMS)
+    assert (each.config["norm_before_fc"], each.config["fc_norm"]) == (False, True)
+    assert all(torch.equal(each.tensors[name], norm) for name, norm in NORMS.items())
+    assert read(tmp_path, form(norm_before_residual=True)).config["norm_before_residual"] is True
+    refused(tmp_path, form(norm_before_fc=True), r"missing input_norm\.weight \[24\]")
+    refused(tmp_path, form(), r"unexpected input_norm\.weight \[24\]", **{"input_norm.weight": NORM})
+    refused(tmp_path, form(), r"unexpected fc_norm\.0\.weight \[8\]", **NORMS)
+    refused(tmp_path, form(fc_norm=True), r"missing fc_norm\.2\.weight", **{**NORMS, "fc_norm.2.weight": None})
+    refused(tmp_path, form(fc_norm=True, norm_before_fc=True), "both fc_norm and norm_before_fc", **NORMS)
+
+
+def test_settings_in_eagle_config(tmp_path: Path) -> None:
+    """Guards against a flag of ModelOpt's that is read only where others put it."""
+    weights = read(tmp_path, modelopt(**inner([1, 5, 9], norm_before_fc=True)), **{"input_norm.weight": NORM})
+    assert weights.config["norm_before_fc"] is True
+    refused(
+        tmp_path, modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)), "norm_before_fc False, and True in its eagle_config"
+    )
+
+
+def test_older_names(tmp_path: Path) -> None:
+    """Guards against the older names of three norms, and against names that another trainer prefixes, both of which SGLang reads."""
+    weights = read(tmp_path, specforge(use_aux_norm=True), **AUX)
+    assert all(torch.equal(weights.tensors[name], norm) for name, norm in NORMS.items())
+    config, held = specforge()
+    prefixed = {name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}": tensor for name, tensor in held.items()}
+    prefixed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in prefixed.items()}
+    assert same(read(tmp_path, (config, prefixed)).tensors, read(tmp_path, (config, held)).tensors)
+    refused(tmp_path, (config, held), r"holds norm\.weight under two names", **{"model.norm.weight": torch.ones(D)})
+
+
+def test_what_is_carried(tmp_path: Path) -> None:
+    """Guards against a state fed back normed to a head that was trained on the raw one, or the other way round."""
+    said = refused(tmp_path, specforge(norm_output=True), "norm_output, which has two meanings")
+    assert '"eyas": {"carries": "raw"} or {"carries": "normed"}' in said
+    refused(tmp_path, modelopt(**inner([1, 5, 9], norm_output=True)), "norm_output, which has two meanings")
+    refused(tmp_path, specforge(norm_output=True, eyas={"carries": "both"}), "eyas.carries 'both'; it must be raw or normed")
+    for carries in ("raw", "normed"):
+        assert read(tmp_path, specforge(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
+        assert read(tmp_path, safeailab(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
+    for head in (vllm(norm_output=True), vllm(**inner(None, norm_output=True)), speculators(norm_output=True)):
+        assert read(tmp_path, head).config["carries"] == "normed"
+    assert read(tmp_path, specforge(norm_output=False)).config["carries"] == "raw"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
+    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a config denies."""
+    config, held = FORMS[form]()
+    layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
+    inside = {f"{layer}.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
+    silent: Head = (without(config, "bias", "attention_bias"), held)
+    assert read(tmp_path, silent).config["fc_bias"] is False
+    both = read(tmp_path, silent, **{"fc.bias": torch.randn(D)}, **inside)
+    assert both.config["fc_bias"] is both.config["qkv_bias"] is True
+    assert torch.equal(both.tensors["layer.attention.k.bias"], inside[f"{layer}.self_attn.k_proj.bias"])
+    assert torch.equal(both.tensors["layer.attention.v.bias"], inside[f"{layer}.self_attn.v_proj.bias"])
+    refused(tmp_path, silent, rf"missing {layer}\.self_attn\.v_proj\.bias", **{**inside, f"{layer}.self_attn.v_proj.bias": None})
+    refused(tmp_path, silent, rf"unexpected {layer}\.self_attn\.o_proj\.bias", **{f"{layer}.self_attn.o_proj.bias": torch.randn(D)})
+    if form != "speculators":
+        refused(tmp_path, ({**config, "bias": False}, held), r"unexpected fc\.bias", **{"fc.bias": torch.randn(D)})
+
+
+def test_claims_of_biases(tmp_path: Path) -> None:
+    """Guards against running a head without a bias that its config has; the reference's own code does not look at these keys."""
+    for form in (specforge, modelopt, vllm):
+        refused(tmp_path, form(bias=True), r"missing fc\.bias")
+        refused(tmp_path, form(attention_bias=True), r"missing .*self_attn\.q_proj\.bias")
+    config = read(tmp_path, safeailab(bias=True, attention_bias=True)).config
+    assert config["fc_bias"] is config["qkv_bias"] is False
+
+
+def test_a_wider_target(tmp_path: Path) -> None:
+    """Guards against widths of the head where the target's are meant; then the head needs an embedding of its own."""
+    table = {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 3 * 10)}
+    for form in (safeailab, specforge, modelopt, vllm, speculators):
+        weights = read(tmp_path, form(target_hidden_size=10), **table)
+        assert weights.config["target_hidden_size"] == 10
+        refused(tmp_path, form(target_hidden_size=10), r"missing embed_tokens\.weight", **{**table, "embed_tokens.weight": None})
+    wide = read(tmp_path, vllm(target_hidden_size=10, fc_norm=True), **table, **{f"fc_norm.{i}.weight": torch.randn(10) for i in range(3)})
+    assert wide.tensors["fc_norm.1.weight"].shape == (10,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
+        ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
+        ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
+    ],
+)
+def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
+    """Guards against a RoPE of another base or scaling than the head was trained with: it loads, and accepts less."""
+    for head in (safeailab(**changes), specforge(**changes), vllm(**changes), speculators(layer=changes)):
+        config = read(tmp_path, head).config
+        assert config["rope_theta"] == theta
+        assert config["rope_scaling"] == scaling
+
+
+REFUSED: dict[str, tuple[Head, str]] = {
+    "two_bases": (specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), "more than one rope_theta, 10000.0 and 1000000.0"),
+    "two_scalings": (vllm(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "contradict each other"),
+    "yarn": (modelopt(rope_scaling={"type": "yarn", "factor": 32}), 'ModelOpt writes it by default .* set "rope_scaling" to null'),
+    "yarn_elsewhere": (vllm(rope_scaling={"rope_type": "yarn", "factor": 32}), "type 'yarn'; known here: default, llama3"),
+    "mtp_norms": (modelopt(**inner([1, 5, 9], use_mtp_layernorm=True)), "use_mtp_layernorm True: the head has the norms of multi-token"),
+    "parallel": (modelopt(**inner([1, 5, 9], parallel_draft_step=4)), "parallel_draft_step 4: several tokens are drafted at once"),
+    "irregular": (modelopt(**inner([1, 5, 9], next_layer_regular=False)), "next_layer_regular False"),
+    "no_first_norm": (modelopt(**inner([1, 5, 9], use_input_layernorm_in_first_layer=False)), "has no norm over the embedding"),
+    "no_last_norm": (modelopt(**inner([1, 5, 9], use_last_layernorm=False)), "nothing is normed before lm_head"),
+    "one_feature": (modelopt(**inner(None, use_aux_hidden_state=False)), "use_aux_hidden_state False: the head reads the target's last"),
+    "unknown_in_eagle_config": (modelopt(**inner([1, 5, 9], gate="tanh")), "eagle_config.gate 'tanh', which is not known here"),
+    "unknown_norm": (specforge(use_qk_norm=True), "use_qk_norm true, which is not known here"),
+    "unknown_norm_speculators": (speculators(norm_features=True), "norm_features true, which is not known here"),
+    "parallel_speculators": (speculators(parallel_drafting=True), "parallel_drafting True"),
+    "mlp_bias": (vllm(mlp_bias=True), "mlp_bias True: the MLP has biases"),
+    "logit_scale": (vllm(logit_scale=0.5), "logit_scale 0.5: the logits are scaled"),
+    "quantised": (specforge(quantization_config={"quant_method": "fp8"}), "has a quantization_config: quantised heads are not read"),
+    "window": (speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64}), "window of 64 tokens, which is not served"),
+    "window_by_flag": (vllm(use_sliding_window=True, sliding_window=64), "window of 64 tokens, which is not served"),
+    "act": (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
+    "dflash": (speculators(speculators_model_type="dflash"), "of the speculators type 'dflash'; .* heads of type 'eagle3' are read"),
+    "peagle": (speculators(speculators_model_type="peagle"), "type 'peagle'"),
+    "mtp": (speculators(speculators_model_type="mtp"), "type 'mtp'"),
+    "qwen_layer": (speculators(layer={"model_type": "qwen3"}), "of model_type 'qwen3'; heads with a 'llama' layer are read"),
+    "no_layer": (speculators(transformer_layer_config=None), "has no transformer_layer_config"),
+    "norm_before_residual": (speculators(norm_before_residual=None), "speculators takes for false and vLLM for true; say which by adding"),
+    "deepseek": (safeailab(architectures=["Eagle3DeepseekV2ForCausalLM"]), r"\['Eagle3DeepseekV2ForCausalLM'\], an EAGLE-3 head of a kind"),
+    "gpt_oss": (safeailab(architectures=["GptOssForCausalLMEagle3"]), "GptOssForCausalLMEagle3.* of a kind that is not read"),
+    "flags_of_others": (safeailab(fc_norm=True), r'fc_norm, which this form .* name the writer.s: "architectures"'),
+    "norm_output_alone": (safeailab(norm_output=True), "norm_output, which this form of EAGLE-3 heads does not know"),
+    "layer_of_others": ((safeailab()[0], tensors("layers.0")), r"is layers\.0, and midlayer in this form; name the writer.s"),
+    "no_size": (vllm(hidden_size=None), "has no hidden_size"),
+    "bad_size": (vllm(target_hidden_size="10"), "target_hidden_size '10'; it must be a whole number"),
+    "bad_flag": (vllm(fc_norm="yes"), "fc_norm 'yes'; it must be true or false"),
+    "head_of_the_target": (safeailab(eyas={"head": "target"}), "names another vocabulary or hidden size than the target's"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(tmp_path: Path, case: str) -> None:
+    """Guards against running a head as something that it is not: what is not served is named, with what to do about it."""
+    refused(tmp_path, *REFUSED[case])
+
+
+def test_windows_that_do_not_matter(tmp_path: Path) -> None:
+    """Guards against refusing heads whose config mentions a window that is off, or longer than the head was trained for."""
+    read(tmp_path, specforge(sliding_window=64, use_sliding_window=False))
+    read(tmp_path, specforge(sliding_window=None, use_sliding_window=True))
+    read(tmp_path, vllm(sliding_window=64, layer_types=["full_attention"]))
+    read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 512}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
+    """Guards against a head that loads in part (elsewhere the rest would silently be random), and errors that come one at a time."""
+    config, held = FORMS[form]()
+    layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
+    changed = {f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8), f"{layer}.hidden_norm.weight": None, "mask_hidden": torch.zeros(1, 24)}
+    said = refused(tmp_path, (config, held), "EAGLE-3 head are not what config.json says", **changed)
+    for part in (
+        f"missing {layer}.hidden_norm.weight [8]",
+        "unexpected mask_hidden [1, 24]",
+        f"{layer}.mlp.up_proj.weight is [3, 8] and should be [12, 8]",
+    ):
+        assert part in said
+    narrow = {f"{layer}.self_attn.q_proj.weight": torch.zeros(8, 8)}  # as an EAGLE-1 layer has it
+    refused(tmp_path, (config, held), r"q_proj\.weight is \[8, 8\] and should be \[8, 16\]", **narrow)
+    more = {f"{layer.replace('midlayer', 'layers.0')[:-1]}1.mlp.up_proj.weight": torch.zeros(12, 8)}
+    refused(tmp_path, (config, held), r"has one layer, .*; this file has layers\.(0, layers\.)?1", **more)
+    quantised = {"norm.weight": torch.zeros(8, dtype=torch.int8), "fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn)}
+    refused(tmp_path, (config, held), r"fc\.weight \(torch\.float8_e4m3fn\).*quantised heads", **quantised)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------------------------
+
+WRITTEN: dict[str, tuple[Head, dict[str, Tensor]]] = {
+    "plain": (safeailab(), {}),
+    "whole": ((safeailab(draft_vocab_size=V)[0], tensors(vocab=V)), {}),
+    "embedding": (safeailab(rope_theta=5e5, rope_scaling=LLAMA3, head_dim=2), {"embed_tokens.weight": torch.randn(V, D)}),
+    "recorded": (safeailab(eyas={"method": "eagle3", "training": {"steps": 3}}), {}),
+    "wider": (safeailab(target_hidden_size=10), {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 30)}),
+    "layers": (specforge(**inner([1, 5, 9]), eyas={"method": "eagle3"}), {}),
+    "added_layers": (specforge(eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), {}),
+    "modelopt": (modelopt(), {}),
+    "norm_before_fc": (vllm(norm_before_fc=True, norm_output=True), {"input_norm.weight": NORM}),
+    "fc_norm": (specforge(fc_norm=True, norm_output=True, eyas={"carries": "normed"}), NORMS),
+    "five": (vllm(**inner([0, 2, 4, 6, 8])), {"fc.weight": torch.randn(D, 40)}),
+    "residual": (vllm(norm_before_residual=True), {}),
+    "fc_bias": (vllm(), {"fc.bias": torch.randn(D)}),
+    "qkv_bias": (vllm(), {f"layers.0.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}),
+    "speculators": (speculators(norm_before_residual=True, fc_norm=True, norm_output=True), NORMS),
+    "no_head": (vllm(draft_vocab_size=None), {"d2t": None, "t2d": None, "lm_head.weight": None}),  # type: ignore[dict-item]
+}
+PLAIN = {"plain", "whole", "embedding", "recorded", "wider"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", WRITTEN)
+def test_round_trip(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing, whatever form it came in."""
+    (config, held), more = WRITTEN[case]
+    all_of_it = {name: tensor for name, tensor in {**held, **more}.items() if tensor is not None}
+    all_of_it = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in all_of_it.items()}
+    first = read(tmp_path / "a", (config, all_of_it))
+    save(first, tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert first.method == again.method == "eagle3"
+    assert same(first.tensors, again.tensors)
+    assert first.config == again.config
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert written["rope_theta"] == first.config["rope_theta"]
+    if case in PLAIN:
+        assert same(load_file(tmp_path / "b" / "model.safetensors"), all_of_it)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_others_read_it_or_stop(tmp_path: Path, case: str) -> None:
+    """Guards against a head of ours that others run as what it is not.
+
+    SGLang and vLLM go by the architecture; the authors' code does not, ignores unknown keys and tensors, and needs draft_vocab_size.
+    """
+    head, more = WRITTEN[case]
+    save(read(tmp_path / "a", head, **more), tmp_path / "b")
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    names = load_file(tmp_path / "b" / "model.safetensors").keys()
+    assert not any(name.startswith("layers.") for name in names)
+    assert ("target_hidden_size" in written) == (case == "wider")  # where it stands, the authors' code does not take the target's embedding
+    if case in PLAIN:
+        assert written["architectures"] == ["LlamaForCausalLM"]
+        assert written["draft_vocab_size"] == (V if case == "whole" else len(IDS))
+    else:
+        assert written["architectures"] == ["EyasEagle3ForCausalLM"]
+        assert "draft_vocab_size" not in written
+        assert written["eyas"]["draft_vocab_size"] == (V if case == "no_head" else len(IDS))
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    """Guards against a config.json that readers of the published form misread, and against a record that is lost or mixed up."""
+    save(read(tmp_path / "a", safeailab()), tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == {
+        **LAYER, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "head_dim": WIDTH, "rope_theta": 1e4,
+        "rope_scaling": None, "tie_word_embeddings": False, "draft_vocab_size": len(IDS), "torch_dtype": "float32",
+    }  # fmt: skip
+    head = specforge(**inner([1, 5, 9]), norm_output=True, eyas={"carries": "normed", "target_fingerprint": "ab"})
+    first = read(tmp_path / "c", head)
+    assert first.config["eyas"] == {"target_fingerprint": "ab"}
+    save(first, tmp_path / "d")
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["eyas"] == {
+        "target_fingerprint": "ab",
+        "feature_layers": [2, 6, 10],
+        "layer_ids": "input",
+        "layer_ids_as_published": {"ids": [1, 5, 9], "meaning": "output"},
+        "carries": "normed",
+        "draft_vocab_size": len(IDS),
+    }
+
+
+def test_a_net_may_leave_out_what_is_usual(tmp_path: Path) -> None:
+    """Guards against a writer that demands every key of a trainer, or takes an absent one for something unusual."""
+    first = read(tmp_path / "a", safeailab())
+    usual = ("target_hidden_size", "num_features", "layer_ids_as_published", "norm_before_fc", "fc_norm", "norm_before_residual", "carries")
+    save(Weights("eagle3", without(first.config, *usual, "feature_layers", "head"), first.tensors, "memory"), tmp_path / "b")
+    assert load(tmp_path / "b").config == first.config
+
+
+def test_faults_of_ours(tmp_path: Path) -> None:
+    """Guards against publishing a head that `load` refuses."""
+    first = read(tmp_path / "a", safeailab())
+    ids = first.tensors["draft_ids"]
+    for held, says in (
+        ({"draft_ids": ids.flip(0)}, "draft_ids do not increase"),
+        ({"draft_ids": ids + 2}, "draft_ids leave the vocabulary"),
+        ({"draft_ids": ids[:-1]}, r"draft_ids is \[6\] and should be \[7\]"),
+        ({"fc.bias": torch.zeros(D)}, r"unexpected fc\.bias"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            save(Weights("eagle3", first.config, {**first.tensors, **held}, "memory"), tmp_path / "b")
+    wide = Weights("eagle3", {**first.config, "num_features": 4}, {**first.tensors, "fc.weight": torch.zeros(D, 4 * D)}, "memory")
+    with pytest.raises(AssertionError, match="need feature_layers"):
+        save(wide, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+# --- published by the reference --------------------------------------------------------------------------------------------------------
+
+
+@needs_golden
+@pytest.mark.parametrize("name", ["head_eagle3_b", "head_eagle3_b_fullvocab"])
+def test_golden_heads(name: str, tmp_path: Path) -> None:
+    """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
+    safe = load(GOLDEN / name)
+    for file in ("config.json", "pytorch_model.bin"):
+        (tmp_path / file).write_bytes((GOLDEN / name / file).read_bytes())
+    binary = load(tmp_path)
+    assert same(safe.tensors, binary.tensors)
+    assert safe.config == binary.config
+    assert safe.config["rope_theta"] == 10000.0  # although the target's is 500000: the head was trained with this one
+    assert (safe.config["fc_bias"], safe.config["feature_layers"], safe.config["carries"]) == (False, None, "raw")
+    held = load_file(GOLDEN / name / "model.safetensors")
+    if name.endswith("fullvocab"):
+        assert "draft_ids" not in safe.tensors
+    else:
+        assert safe.tensors["draft_ids"].tolist() == held["t2d"].nonzero().flatten().tolist()
+        assert safe.config["draft_vocab_size"] == 128
+    save(safe, tmp_path / "again")
+    assert same(load(tmp_path / "again").tensors, safe.tensors)
+    assert same(load_file(tmp_path / "again" / "model.safetensors"), held)

@@ -48,7 +48,7 @@ class OracleSession(DraftSession):
         self.drafter, self.random = drafter, random.Random(drafter.seed)
         self.prompt: list[list[int]] = [[] for _ in range(rows)]
 
-    def begin(self, row: int) -> None:
+    def begin(self, row: int, kept: int, total: int) -> None:
         self.prompt[row] = []
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:

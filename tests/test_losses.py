@@ -14,6 +14,7 @@ from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.drafters.eagle1 import Method
 from eyas.losses import smooth_l1, soft_cross_entropy, soft_cross_entropy_of
+from eyas.nn import Documents
 from eyas.target import Target
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -157,9 +158,9 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     target = Target.load(GOLDEN / "target_a", dtype="float32", device="cpu")
     net = Method.load(checkpoints.load(GOLDEN / "head_eagle1_a"), target).net.float()
     features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    documents, every = Documents((ids.shape[1],) * len(ids)), torch.arange(ids.numel())
     with torch.enable_grad():
-        predicted = net(features, target.embed(ids).float(), positions)
+        predicted = net.packed(features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
         true, normaliser = tensors["eagle1.target"], mask.sum() + 1e-5

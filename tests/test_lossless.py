@@ -69,7 +69,13 @@ def methods() -> list[str]:
     return [n for n in drafters.names()]
 
 
-OPTIONS = {"eagle1": {"tree.choices": "reference"}, "eagle2": {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}}
+TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
+OPTIONS = {
+    "eagle1": {"tree.choices": "reference"},
+    "eagle2": TREE,
+    "eagle3": {**TREE, "head.layers": "0,1,2"},
+    "seagle": {**TREE, "head.layers": "0,1,2", "window.size": 9, "window.sink": 2},  # smaller than most prompts here
+}
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:

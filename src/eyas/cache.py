@@ -8,7 +8,8 @@ a node at depth d has position length + d, whatever slot it stands in.
     row 1     c c c n n   n n n            3 committed, nodes right behind
 
 `KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update`
-once a layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows are a matter of masks, not of storage.
+once a layer, `commit` moves the accepted nodes behind the committed slots. A target's sliding windows are a matter of masks.
+`WindowCache` is what a draft net stores into; it may forget all but the beginning and the end (SEAGLE).
 Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward,
 E layers x {key, value}.
 """
@@ -22,7 +23,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-__all__ = ["KVCache", "Layout", "layout_of", "slot_mask", "slot_positions"]
+from eyas.nn import rope
+
+__all__ = ["KVCache", "Layout", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 
@@ -110,6 +113,43 @@ class KVCache(Cache):
     def bytes_for(self, slots: int) -> int:
         """What that many slots a row take."""
         return sum(n * self.rows * heads * width * slots * self.dtype.itemsize for (heads, width), n in self._count.items())
+
+
+class WindowCache(KVCache):
+    """A draft's cache: one layer, and, with a window, only the first `sink` and the last `size` committed slots of every row, each once.
+
+    Keys are also kept as they were before rotation; `trim` moves what stays together and rotates it by its new index (SEAGLE; attention
+    sinks: Xiao et al. 2023, section 3.2).
+    """
+
+    def __init__(self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None) -> None:
+        """`window`: (sink, size), or None to keep everything."""
+        plain = (heads, width, width)
+        super().__init__((plain,) if window is None else (plain, (heads, width, 0)), rows, dtype, device)  # the second: un-rotated keys
+        self.window, self.shape = window, (heads, width)
+
+    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""
+        key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
+        if self.window is not None:
+            self.update(key_RKNh, value_RKNh[..., :0], 1)
+        return self.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh, 0)
+
+    def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
+        """Forget what lies between the sinks and the window of each row; returns how many slots each row then has."""
+        assert self.window is not None
+        sink, size = self.window
+        slot_C = torch.arange(sink + size, device=self.device)
+        self.reserve(sink + size)
+        over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
+        source_BC = slot_C + over_B1 * (slot_C >= sink)
+        row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
+        (key, value), (raw, _) = ([entry for _, entry in self._place[layer]] for layer in (0, 1))
+        for entry in (raw, value):
+            store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
+        raw_BCKh = store[raw, row_B1, :, slot_C[None]]
+        store[key, row_B1, :, slot_C] = rope(raw_BCKh, slot_C.expand(self.rows, -1), frequency_h)
+        return length_B.clamp(max=sink + size)
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:

@@ -161,8 +161,7 @@ class Decoder:
         """Target and drafter read the prompt, from where the row's leftovers end; returns the logits [V] of its last token."""
         shared = min(common_prefix(self.left[b], prompt), self.target.lengths[b], len(prompt) - 1)
         kept = self.drafter.keep(b, shared) if shared else 0
-        if not kept:
-            self.drafter.begin(b)
+        self.drafter.begin(b, kept, len(prompt))
         self.target.keep(b, kept)
         self.left[b] = []
         return self.target.prefill(b, prompt[kept:], lambda tokens_T, features_TF, at: self.drafter.prefill(b, tokens_T, features_TF, at))

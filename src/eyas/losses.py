@@ -7,22 +7,24 @@ Two terms, both summed over the positions of a mask and divided by a normaliser 
 
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen head, so that logits of a whole batch never exist:
 it finds the gradient of each chunk of positions together with its value and keeps that alone, [.., D] instead of [.., V].
-Both touch only the positions of the mask. Values and gradients are those of the plain formula.
+Both touch only the positions of the mask. `draft_cross_entropy` is the same for a head that is trained itself, over a draft vocabulary,
+where several steps of the training-time test are compared with one answer (EAGLE-3). Values and gradients are those of the plain formula.
 
 This module knows no model and no method. What stands on the right-hand side (`true_*`) is a constant: it gets no gradient.
-Letters: R sequences, T tokens, D hidden, V vocabulary, M positions in the mask.
+Letters: R sequences, T tokens, D hidden, V vocabulary, M positions in the mask, K guesses, U answers, v draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
+__all__ = ["Guesses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at a time: 64 MiB in float32
 
@@ -87,6 +89,50 @@ def soft_cross_entropy_of(
     return total / normaliser, agreeing
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What `draft_cross_entropy` found, guess by guess; nothing of it has a gradient but the total."""
+
+    total: Tensor  # scalar: the weighted sum
+    each_K: Tensor  # cross-entropy; 0 where the guess does not count
+    right_K: Tensor  # bool: the draft's best token is the target's
+    counts_K: Tensor  # bool: the target's best token is in the draft vocabulary
+
+
+def draft_cross_entropy(
+    hidden_KD: Tensor,
+    head_vD: Tensor,
+    answer_K: Tensor,
+    weight_K: Tensor,
+    answers: int,
+    teacher: Callable[[slice], Tensor],
+    draft_ids_v: Tensor | None = None,
+    chunk_elements: int | None = None,
+) -> Guesses:
+    """Cross-entropy over the draft vocabulary between what a trained head makes of hidden states and the target's law (EAGLE-3).
+
+    The target's law is restricted to the draft vocabulary and renormalised; where its best token is not in there, the guess does not count.
+    Logits exist for one chunk of answers at a time, and every answer's are worked out once, however many guesses are compared with it.
+
+    Args:
+        hidden_KD: normed hidden states of the guesses.
+        head_vD: the draft head's weight; gets a gradient.
+        answer_K: int64; which answer each guess is compared with.
+        weight_K: what each guess weighs in the total.
+        answers: U.
+        teacher: a slice of the answers -> the target's logits [C, V]; frozen.
+        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two are the same.
+        chunk_elements: draft logits held at a time.
+    """
+    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # a CPU's cache; a GPU's launches
+    per_answer = -(-hidden_KD.shape[0] // max(1, answers)) * head_vD.shape[0]
+    wanted = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
+    found = _ThroughDraftHead.apply(  # type: ignore[no-untyped-call]
+        hidden_KD, head_vD, answer_K, weight_K, answers, teacher, draft_ids_v, _rows_in(elements, per_answer), wanted
+    )
+    return Guesses(*found)
+
+
 def _rows(predicted_CV: Tensor, true_CV: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of some rows, and its gradient to the predicted logits: softmax(predicted) - softmax(true)."""
     p_CV, log_q_CV = _at_least_float32(true_CV).softmax(-1), _at_least_float32(predicted_CV).log_softmax(-1)
@@ -143,6 +189,57 @@ class _ThroughHead(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_MD,) = ctx.saved_tensors
         return gradient_MD * outer.to(gradient_MD.dtype), None, None, None, None
+
+
+class _ThroughDraftHead(torch.autograd.Function):
+    """The gradients to the hidden states and to the head are found with the value, chunk by chunk of the answers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KD: Tensor, head_vD: Tensor, answer_K: Tensor, weight_K: Tensor, answers: int,
+        teacher: Callable[[slice], Tensor], draft_ids_v: Tensor | None, count: int, wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        order_K = answer_K.argsort(stable=True)
+        firsts = torch.arange(0, answers + count, count, device=answer_K.device)
+        bounds = torch.searchsorted(answer_K[order_K], firsts).tolist()
+        each_K = torch.zeros(len(answer_K), dtype=torch.promote_types(head_vD.dtype, torch.float32), device=hidden_KD.device)
+        right_K, counts_K = (torch.zeros(len(answer_K), dtype=torch.bool, device=hidden_KD.device) for _ in range(2))
+        grad_hidden, grad_head = torch.zeros_like(hidden_KD), torch.zeros_like(head_vD, dtype=each_K.dtype)
+        weight_K = weight_K.to(each_K.dtype)
+        for first, low, high in zip(range(0, answers, count), bounds, bounds[1:], strict=False):
+            if low == high:
+                continue
+            rows, true_CV = order_K[low:high], teacher(slice(first, min(answers, first + count)))
+            best_C, p_Cv = _restricted(true_CV, draft_ids_v)
+            at, hidden_nD = answer_K[rows] - first, hidden_KD[rows]
+            logits_nv, p_nv = F.linear(hidden_nD, head_vD), p_Cv[at]
+            counts, best = best_C[at] >= 0, best_C[at]
+            log_q_nv = _at_least_float32(logits_nv).log_softmax(-1)
+            each_K[rows] = (p_nv * log_q_nv).sum(-1).neg_() * counts
+            right_K[rows], counts_K[rows] = (logits_nv.argmax(-1) == best) & counts, counts
+            if wanted:
+                grad_nv = log_q_nv.exp_().sub_(p_nv).mul_((weight_K[rows] * counts)[:, None]).to(logits_nv.dtype)
+                grad_hidden[rows] = (grad_nv @ head_vD).to(grad_hidden.dtype)
+                grad_head += grad_nv.T @ hidden_nD
+        ctx.save_for_backward(grad_hidden, grad_head.to(head_vD.dtype))
+        ctx.mark_non_differentiable(each_K, right_K, counts_K)
+        return (each_K * weight_K).sum(), each_K, right_K, counts_K
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * outer.to(grad_hidden.dtype), grad_head * outer.to(grad_head.dtype), *[None] * 7
+
+
+def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The target's best token as a draft id (-1: not in the draft vocabulary) [C], and its law over the draft vocabulary [C, v]."""
+    best_C = true_CV.argmax(-1)
+    if draft_ids_v is None:
+        return best_C, _at_least_float32(true_CV).softmax(-1)
+    place_C = torch.searchsorted(draft_ids_v, best_C).clamp(max=len(draft_ids_v) - 1)
+    known_C = draft_ids_v[place_C] == best_C
+    return torch.where(known_C, place_C, -1), _at_least_float32(true_CV[:, draft_ids_v]).softmax(-1)
 
 
 def _rows_in(elements: int, vocab_size: int) -> int:

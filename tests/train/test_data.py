@@ -402,11 +402,12 @@ def test_batches_are_a_function_of_seed_and_epoch() -> None:
     assert Batches(examples, 128, seed=1).plan(None) == Batches(examples, 128, seed=2).plan(None)
 
 
-def test_rows_are_padded_on_the_right() -> None:
+def test_examples_are_packed_end_to_end() -> None:
     batches = Batches(some(3, 5), 64)
-    tokens, counted = batches.load([0, 1])
-    assert tokens.tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 4, 5]]
-    assert counted.tolist() == [[False, True, True, False, False], [False, False, True, True, True]]
+    tokens, counted, documents = batches.load([0, 1])
+    assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
+    assert counted.tolist() == [False, False, True, False, False, True, True, True], "nothing foresees the first two tokens of each"
+    assert documents.lengths == (3, 5)
     assert batches.tokens([0, 1]) == 8
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession
+from eyas.drafters._base import Batch, Drafter, DraftSession, Loss
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.target import Target
 from eyas.train.data import Example, Examples
@@ -75,18 +75,19 @@ class Toy(Drafter):
     def weights(self) -> Weights:
         return Weights("toy", {}, {name: value.detach().clone() for name, value in self.net.state_dict().items()}, "memory")
 
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         time.sleep(self.sleep)
-        features = batch.features_RTF
+        features, N = batch.features_NF, len(batch.tokens_N)
         noise = torch.rand(features.shape, generator=generator) * 0.1 if self.net.training else 0.0
-        pair = torch.cat([features + noise, cast(Any, self.target).table[batch.tokens_RT.roll(-1, 1)]], -1)
-        predicted, true, mask = self.net(pair[:, :-2]), features[:, 1:-1], batch.counted_RT[:, 2:]
-        count = mask.sum().clamp(min=1)
-        near = smooth_l1(predicted, true, mask, count)
-        law, agree = soft_cross_entropy_of(self.target.head, predicted, true, mask, count, VOCAB)
+        pair = torch.cat([features + noise, cast(Any, self.target).table[batch.tokens_N.roll(-1)]], -1)
+        order = torch.arange(N)
+        rows = (batch.counted_N[(order + 2).clamp(max=N - 1)] & (order + 2 < batch.documents.end_N())).nonzero()[:, 0]
+        predicted, true, mask = self.net(pair[rows]), features[rows + 1], torch.ones_like(rows, dtype=torch.bool)
+        near = smooth_l1(predicted, true, mask, 1.0)
+        law, agree = soft_cross_entropy_of(self.target.head, predicted, true, mask, 1.0, VOCAB)
         self.losses += self.net.training
         broken = float("nan") if self.losses > self.bad_from else 1.0
-        return (near + 0.1 * law) * broken, {"0-alpha": float(agree / count)}
+        return Loss((near + 0.1 * law) * broken, torch.tensor(len(rows)), {"0-alpha": agree})
 
 
 def save_toy(weights: Weights, folder: Path) -> None:

@@ -3,7 +3,7 @@
 A `Drafter` is a method with its weights and options, for one target; it never changes while it decodes. `Drafter.open(rows)` makes a
 `DraftSession`, which holds the state of the rows (caches, pending features) and is what the loop talks to:
 
-    begin(row) -> prefill(row, ...) per chunk -> [ draft(roots) -> commit(draft, verdict, seen) ]* -> end(row)
+    begin(row, ...) -> prefill(row, ...) per chunk -> [ draft(roots) -> commit(draft, verdict, seen) ]* -> end(row)
 
 This module knows no method, no tree policy and no training loop.
 """
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
 from eyas.errors import OptionError, near
+from eyas.nn import Documents
 from eyas.sampling import Noise, Sampling
 from eyas.tree import Draft, Seen, Verdict
 
 if TYPE_CHECKING:
     from eyas.target import Target
 
-__all__ = ["Batch", "DraftSession", "Drafter", "NoOptions", "Roots", "options_from"]
+__all__ = ["Batch", "DraftSession", "Drafter", "Loss", "NoOptions", "Roots", "options_from"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,21 @@ class Roots:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a training step sees: R sequences, right-padded to T tokens, with the frozen target's features."""
+    """What a training step sees: documents packed end to end, without padding, with the frozen target's features."""
 
-    tokens_RT: Tensor  # int64
-    features_RTF: Tensor  # the layers in `Drafter.wants`, side by side; F as there
-    counted_RT: Tensor  # bool; True where token t is one whose prediction counts (an assistant's token); False on padding
+    tokens_N: Tensor  # int64
+    features_NF: Tensor  # the layers in `Drafter.studies`, side by side
+    counted_N: Tensor  # bool; True where the token is one whose prediction counts (an assistant's token)
+    documents: Documents
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a method says about a batch: sums, so that batches and processes add up; the loop divides by what counted in all of them."""
+
+    total: Tensor  # scalar with gradient, summed over the tokens that count
+    count: Tensor  # scalar: how many tokens count
+    sums: dict[str, Tensor]  # scalars without gradient, summed likewise: what to log
 
 
 class DraftSession(ABC):
@@ -56,11 +67,10 @@ class DraftSession(ABC):
 
     def keep(self, row: int, length: int) -> int:
         """Cut the row back to at most `length` tokens and say how many it still knows; their features will be offered from there on."""
-        self.end(row)
         return 0
 
-    def begin(self, row: int) -> None:
-        """The row starts empty."""
+    def begin(self, row: int, kept: int, total: int) -> None:
+        """The row starts after the `kept` tokens that `keep` said it still knows (0: empty); its prompt will have `total` tokens."""
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token."""
@@ -87,6 +97,8 @@ class Drafter(ABC):
     Attributes:
         Options: frozen dataclass (fields may be frozen dataclasses themselves, flags then read `--tree.nodes`); its fields are the flags.
         wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
+        studies: the same for `loss`, which may read more.
+        trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
         needs_weights: whether it has a net that must be loaded.
         trainable: whether `loss` is there.
     """
@@ -97,6 +109,11 @@ class Drafter(ABC):
     trainable: ClassVar[bool] = False
     wants: tuple[int, ...] = ()
     net: nn.Module | None = None
+    trained_length: int | None = None
+
+    @property
+    def studies(self) -> tuple[int, ...]:
+        return self.wants
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options
@@ -108,8 +125,13 @@ class Drafter(ABC):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
-        """The method with random weights: for tests, for training from scratch, and as a deliberately useless head."""
+        """The method with random weights: for tests, and as a deliberately useless head."""
         return cls(target, options)
+
+    @classmethod
+    def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Drafter:
+        """The method as its training begins. `counts_V`: how often each token counts in the training data, for draft vocabularies."""
+        return cls.random(target, options, seed)
 
     @abstractmethod
     def open(self, rows: int) -> DraftSession:
@@ -119,8 +141,8 @@ class Drafter(ABC):
         """What a checkpoint holds."""
         raise NotImplementedError(f"{type(self).__module__} has no weights to save")
 
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, dict[str, float]]:
-        """The training loss (a scalar with gradient, averaged over the counted tokens) and what to log beside it."""
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """The training loss of a batch; `generator` is on the CPU and the only source of randomness."""
         raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
     def chain(self, depth: int) -> Drafter:

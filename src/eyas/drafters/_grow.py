@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ class DynamicTree:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"tree.{name} must be a whole number, 1 or more, got {value!r}")
 
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "dynamic", "nodes": self.nodes, "depth": self.depth, "branch": self.branch}
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -46,6 +50,11 @@ class Growth:
     hidden_BD: Tensor  # the net's output at the newest committed slot: predicted feature of the root
     head: Callable[[Tensor], Tensor]  # [..., D] -> logits [..., V]
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, features_BQD, visible_BQT, level) -> hidden_BQD
+    draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where the head speaks a smaller one
+
+    def ids(self, draft: Tensor) -> Tensor:
+        """The head's token ids -> the target's."""
+        return draft if self.draft_ids_v is None else self.draft_ids_v[draft]
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -68,7 +77,8 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
     logq_BV = _log_q(growth.head(growth.hidden_BD))
     K = min(shape.branch, logq_BV.shape[-1])
-    own_BK, beam_tokens_BK = logq_BV.topk(K)
+    own_BK, best_BK = logq_BV.topk(K)
+    beam_tokens_BK = growth.ids(best_BK)
     beam_score_BK, beam_index_BK = own_BK, torch.arange(K, device=device).expand(B, K)
     features_BKD = growth.hidden_BD[:, None].expand(-1, K, -1)
     visible_BKT = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
@@ -77,9 +87,9 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     drafted = K
     for level in range(shape.depth - 1):
         hidden_BKD = growth.expand(beam_tokens_BK, features_BKD, visible_BKT, level)
-        own_BKK, token_BKK = _log_q(growth.head(hidden_BKD)).topk(K)
+        own_BKK, best_BKK = _log_q(growth.head(hidden_BKD)).topk(K)
         score_BX = (beam_score_BK[..., None] + own_BKK).flatten(1)
-        tokens.append(token_BKK.flatten(1))
+        tokens.append(growth.ids(best_BKK).flatten(1))
         owns.append(own_BKK.flatten(1))
         scores.append(score_BX)
         parents.append(beam_index_BK.repeat_interleave(K, dim=1))

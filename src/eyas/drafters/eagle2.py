@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from eyas.drafters import eagle1
 from eyas.drafters._base import Roots
+from eyas.drafters._eagle import EagleMethod
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.tree import Draft
 
@@ -41,5 +42,4 @@ class Method(eagle1.Method):
         return grow_dynamic(growth, roots, self.options.tree)
 
     def describe(self) -> dict[str, Any]:
-        tree = self.options.tree
-        return {"kind": "dynamic", "nodes": tree.nodes, "depth": tree.depth, "branch": tree.branch}
+        return {**self.options.tree.describe(), **EagleMethod.describe(self)}

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from eyas import text
 from eyas.errors import InputError, OptionError
+from eyas.nn import Documents
 from eyas.train._chat import ChatReader
 
 if TYPE_CHECKING:
@@ -343,12 +344,14 @@ class Batches:
         """Tokens of a batch without its padding."""
         return sum(self.lengths[i] for i in batch)
 
-    def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(tokens_RT int64, counted_RT bool), right-padded with token 0, which does not count."""
-        rows, longest = [self.examples[i] for i in batch], max(self.lengths[i] for i in batch)
-        tokens_RT = torch.zeros(len(rows), longest, dtype=torch.long)
-        counted_RT = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for r, row in enumerate(rows):
-            tokens_RT[r, : len(row.ids)] = torch.tensor(row.ids)
-            counted_RT[r, : len(row.ids)] = torch.tensor(row.counted)
-        return tokens_RT, counted_RT
+    def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor, Documents]:
+        """(tokens_N int64, counted_N bool, documents): the examples end to end."""
+        rows = [self.examples[i] for i in batch]
+        tokens_N = torch.cat([torch.tensor(row.ids) for row in rows])
+        counted_N = torch.cat([torch.tensor(row.counted) for row in rows])
+        return tokens_N, counted_N & ~_first(rows, FIRST_COUNTABLE), Documents(tuple(len(row.ids) for row in rows))
+
+
+def _first(rows: Sequence[Example], count: int) -> Tensor:
+    """bool [N]: the first tokens of every example, which nothing foresees."""
+    return torch.cat([torch.arange(len(row.ids)) < count for row in rows])

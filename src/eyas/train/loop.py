@@ -32,10 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from eyas import checkpoints
-from eyas.drafters._base import Batch, Drafter
+from eyas.drafters._base import Drafter, Loss
 from eyas.errors import EyasError, FitError, InputError, OptionError
 from eyas.train.config import TrainConfig
-from eyas.train.data import FIRST_COUNTABLE, Batches, Example
+from eyas.train.data import Batches, Example
+from eyas.train.features import batch_of
 from eyas.train.progress import OnProgress, Progress, figures_text
 from eyas.train.record import write_record
 from eyas.train.state import Log, load_state, prepare, save_state
@@ -127,6 +128,7 @@ class _Run:
             self.net.float()  # steps of a small learning rate vanish in half precision
         self.batches = Batches(examples, config.batch_tokens, config.seed)
         self.heldout_batches = Batches(heldout, config.batch_tokens)
+        drafter.trained_length = max(self.batches.lengths)
         self.sizes = {"train": len(examples), "heldout": len(heldout)}
         self.hash = examples_hash(examples, heldout)
         self.steps = config.total_steps(self.batches)
@@ -216,19 +218,17 @@ class _Run:
         """One update of the weights."""
         config, step = self.config, self.step
         taken, position = self._take()
-        loaded = [self.batches.load(batch) for batch in taken]
-        counts = [int(counted_RT[:, FIRST_COUNTABLE:].sum()) for _, counted_RT in loaded]
         self.net.train()
         self.optimiser.zero_grad(set_to_none=True)
-        figures: dict[str, float] = {}
-        for index, (tokens_RT, counted_RT) in enumerate(loaded):
-            share = counts[index] / max(1, sum(counts))
-            with self._memory_told(tokens_RT):
-                loss, metrics = self._loss(tokens_RT, counted_RT, (config.seed, step, index), training=True)
-                self._check_finite(loss)
-                torch.autograd.backward(loss * share, inputs=self.parameters)  # nothing into the target, whose weights may ask for it
-            for name, value in {"loss": float(loss.detach()), **metrics}.items():
-                figures[name] = figures.get(name, 0.0) + share * value
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(taken):
+            with self._memory_told(self.batches.tokens(batch)):
+                loss = self._loss(self.batches, batch, (config.seed, step, index), training=True)
+                torch.autograd.backward(loss.total, inputs=self.parameters)  # nothing into the target, whose weights may ask for it
+            _add(sums, loss)
+        figures = _means(sums)
+        self._check_finite(figures["loss"])
+        torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], max(1.0, float(sums["count"])))
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip or math.inf)
         self._check_finite(norm)
         lr = config.lr_at(step, self.steps)
@@ -255,16 +255,14 @@ class _Run:
             index += 1
         return taken, (epoch, index)
 
-    def _loss(self, tokens_RT: Tensor, counted_RT: Tensor, key: tuple[object, ...], training: bool) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, batches: Batches, batch: Sequence[int], key: tuple[object, ...], training: bool) -> Loss:
         """The drafter's loss of a batch. All randomness in it follows from `key`; the process's own random numbers are left alone."""
         drafter, device = self.drafter, self.drafter.target.device
         seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
-        tokens_RT, counted_RT = tokens_RT.to(device), counted_RT.to(device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             with self._autocast(training):  # the target too: what rounding does to features is small beside the noise that the loss adds
-                batch = Batch(tokens_RT, drafter.target.encode(tokens_RT, drafter.wants), counted_RT)
-                return drafter.loss(batch, torch.Generator().manual_seed(seed))
+                return drafter.loss(batch_of(batches, batch, drafter), torch.Generator().manual_seed(seed))
 
     def _autocast(self, training: bool) -> AbstractContextManager[Any]:
         """bf16 as the options say; evaluations are as exact as the target itself."""
@@ -273,15 +271,14 @@ class _Run:
         return torch.autocast(self.drafter.target.device.type, dtype=kind) if kind else nullcontext()
 
     @contextmanager
-    def _memory_told(self, tokens_RT: Tensor) -> Iterator[None]:
+    def _memory_told(self, tokens: int) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            size = " x ".join(map(str, tokens_RT.shape))
-            raise FitError(f"out of memory with a batch of {size} tokens; lower batch_tokens (now {self.config.batch_tokens})") from error
+            raise FitError(f"out of memory with a batch of {tokens} tokens; lower batch_tokens (now {self.config.batch_tokens})") from error
 
-    def _check_finite(self, value: Tensor) -> None:
-        if not bool(value.isfinite()):
+    def _check_finite(self, value: Tensor | float) -> None:
+        if not math.isfinite(value):
             kept = f"the state of step {self.saved} stays in {self.folder}" if self.saved else "no state had been saved yet"
             raise EyasError(f"the loss or its gradient became NaN or infinite at step {self.step + 1}; {kept}; start anew with a lower lr")
 
@@ -312,19 +309,16 @@ class _Run:
     def _heldout_figures(self) -> dict[str, float]:
         """The held-out loss and its parts, per counted token, without dropout; on the same batches every time."""
         self.net.eval()
-        totals, seen, tokens = dict[str, float](), 0, 0
+        sums, tokens = dict[str, Tensor](), 0
         for batch in self.heldout_batches.plan(0) if self.sizes["heldout"] else []:
-            tokens_RT, counted_RT = self.heldout_batches.load(batch)
-            with self._memory_told(tokens_RT):
-                loss, metrics = self._loss(tokens_RT, counted_RT, ("heldout", tokens), training=False)
-            self._check_finite(loss)
-            count = int(counted_RT[:, FIRST_COUNTABLE:].sum())
-            for name, value in {"loss": float(loss.detach()), **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + count * value
-            seen, tokens = seen + count, tokens + self.heldout_batches.tokens(batch)
+            with self._memory_told(self.heldout_batches.tokens(batch)):
+                _add(sums, self._loss(self.heldout_batches, batch, ("heldout", tokens), training=False))
+            tokens += self.heldout_batches.tokens(batch)
             if tokens >= self.config.heldout_tokens:
                 break
-        return {name: total / max(1, seen) for name, total in totals.items()}
+        figures = _means(sums)
+        self._check_finite(figures.get("loss", 0.0))
+        return figures
 
     def save_if_due(self) -> None:
         if self.step != self.saved and (self.ended or (self.config.save_every > 0 and self.step % self.config.save_every == 0)):
@@ -369,6 +363,17 @@ class _Run:
             speed = (self.tokens - self.tokens_before) / (time.perf_counter() - self.started)
             lr = self.config.lr_at(max(0, self.step - 1), self.steps)
             self.on_progress(Progress(self.step, self.steps, lr, speed, figures or {}, self.heldout, note))
+
+
+def _add(sums: dict[str, Tensor], loss: Loss) -> None:
+    for name, value in {"loss": loss.total.detach(), "count": loss.count, **loss.sums}.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def _means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per token that counted."""
+    count = max(1.0, float(sums["count"])) if sums else 1.0
+    return {name: float(value) / count for name, value in sums.items() if name != "count"}
 
 
 class _Interrupt:

@@ -1,23 +1,25 @@
-"""What draft nets are built from: LLaMA's parts, plainly.
+"""LLaMA's parts, plainly.
 
 RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of the net.
-Letters: R rows, N nodes or tokens, D hidden, H heads, K key-value heads, h width of a head, W width of the cache.
+Attention reads a cache while it decodes (`forward`), and a packed row of documents while it is trained (`over`).
+Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden, H heads, K key-value heads, h width of a head, W width of the cache.
 This module knows no method and no target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
+from eyas.nn._packed import packed_attention
 
-__all__ = ["Attention", "DecoderLayer", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
+__all__ = ["Attention", "DecoderLayer", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class LayerShape:
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
     qkv_bias: bool = False
+
+
+Keys = tuple[Tensor, Tensor]  # keys and values
+Blocks = tuple[tuple[int, int, int, int], ...]  # of Documents.blocks
+
+
+class DraftCache(Protocol):
+    """Where the keys and values of a draft net stand."""
+
+    def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
+        """Keep keys, given as they were before rotation, and values; returns all that is visible, rotated, [R, K, W, h] each."""
+        ...
 
 
 class RMSNorm(nn.Module):
@@ -89,20 +103,38 @@ class Attention(nn.Module):
             self._frequency = rope_frequencies(self.shape, device)
         return self._frequency
 
-    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Causal over the N inputs without a cache; with one, over the slots that `mask_R1NW` (additive, or bool) allows."""
-        R, N, _ = x_RND.shape
-        frequency = self.frequency(x_RND.device)
-        q_RHNh = rope(self.q(x_RND).view(R, N, -1, self.shape.head_dim), position_RN, frequency).transpose(1, 2)
-        k_RKNh = rope(self.k(x_RND).view(R, N, -1, self.shape.head_dim), position_RN, frequency).transpose(1, 2)
-        v_RKNh = self.v(x_RND).view(R, N, -1, self.shape.head_dim).transpose(1, 2)
-        if cache is not None:
-            k_RKNh, v_RKNh = cache.update(k_RKNh, v_RKNh, 0)
+    def query(self, x: Tensor, position: Tensor) -> Tensor:
+        """[..., in_size] -> rotated queries [..., H, h]."""
+        q = self.q(x)
+        return rope(q.view(*q.shape[:-1], -1, self.shape.head_dim), position, self.frequency(x.device))
+
+    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., in_size] -> keys, not yet rotated, and values [..., K, h]."""
+        k, v = self.k(x), self.v(x)
+        return k.view(*k.shape[:-1], -1, self.shape.head_dim), v.view(*v.shape[:-1], -1, self.shape.head_dim)
+
+    def remember(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
+        """Store keys and values in the cache; returns what is visible, [R, K, W, h] each."""
+        return cache.store(*self.key_value(x_RND), position_RN, self.frequency(x_RND.device))
+
+    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache) -> Tensor:
+        """Attention of N inputs to the slots of the cache, their own among them, that the mask allows."""
+        q_RHNh = self.query(x_RND, position_RN).transpose(1, 2)
+        k_RKWh, v_RKWh = self.remember(x_RND, position_RN, cache)
         grouped = self.shape.num_heads != self.shape.num_kv_heads
-        out_RHNh = F.scaled_dot_product_attention(
-            q_RHNh, k_RKNh, v_RKNh, attn_mask=mask_R1NW, is_causal=mask_R1NW is None, enable_gqa=grouped
-        )
-        return self.o(out_RHNh.transpose(1, 2).reshape(R, N, -1))  # type: ignore[no-any-return]
+        out_RHNh = F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=mask_R1NW, enable_gqa=grouped)
+        return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def over(self, x_MD: Tensor, position_M: Tensor, rows_M: Tensor, blocks: Blocks, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
+        """While training: attention of the rows `rows_M` to a packed row's keys, and to those of later steps at the same rows."""
+        pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
+        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, rows_M, blocks, pair)
+        return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
+
+    def keys(self, x_MD: Tensor, position_M: Tensor) -> Keys:
+        """While training: rotated keys and values [M, K, h] of a packed row."""
+        k_MKh, v_MKh = self.key_value(x_MD)
+        return rope(k_MKh, position_M, self.frequency(x_MD.device)), v_MKh
 
 
 class SwiGLU(nn.Module):
@@ -119,13 +151,14 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """EAGLE-1's decoder layer: LLaMA's, without the norm before attention (the input is the output of `fc`)."""
+    """What the layers of EAGLE-1 and EAGLE-3 share: attention over an input of some width, and what comes after it."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
         super().__init__()
-        self.attention, self.mlp = Attention(shape), SwiGLU(shape)
+        self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
 
-    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor | None = None, cache: Any = None) -> Tensor:
-        x_RND = x_RND + self.attention(x_RND, position_RN, mask_R1NW, cache)
-        return x_RND + self.mlp(self.mlp_norm(x_RND))  # type: ignore[no-any-return]
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention found, then the MLP of its norm."""
+        hidden = residual + attended
+        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]

@@ -1,0 +1,303 @@
+"""What every EAGLE has in common: pairs of (feature of token t, token t+1) in a one-layer net's cache, and how a session feeds them.
+
+After the prompt and after each cycle the net reads all newly committed pairs, with the target's true features; beyond them, in the tree,
+it reads its own output. Tree slots never stay in its cache. As the net has one layer, a pair that is only remembered costs its key and
+value and nothing else: a prompt is read without any attention.
+
+With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their index there.
+
+Letters: B rows, P nodes on the longest path, Q nodes of a level, T tokens or slots, D hidden, F feature width, C slots of a full window.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.cache import WindowCache, slot_mask
+from eyas.drafters._base import Drafter, DraftSession, Roots
+from eyas.drafters._grow import Growth
+from eyas.errors import OptionError, near
+from eyas.nn import LayerShape, rope_frequencies
+from eyas.target import Target
+from eyas.tree import Draft, Seen, Verdict
+
+__all__ = ["EagleMethod", "EagleNet", "EagleSession", "Window", "own_table", "shape_like", "shape_of"]
+
+CROPS = ("halves", "last", "none")
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the draft's cache keeps of a long text (SEAGLE, section 3)."""
+
+    size: int | None = (
+        None  # last pairs that the draft sees, the sinks not counted; none: everything (seagle: what the head was trained on)
+    )
+    sink: int = 4  # first pairs that it always sees
+    crop: Literal["halves", "last", "none"] = "halves"  # of a longer prompt it reads: first and last half of the window, the last part, all
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("size", self.size, 1), ("sink", self.sink, 0)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise OptionError(f"window.{name} must be a whole number, {least} or more, got {value!r}")
+        if self.crop not in CROPS:
+            raise OptionError(f"unknown window.crop {self.crop!r}; {near(self.crop, CROPS)}")
+
+
+class EagleNet(Protocol):
+    """What a session asks of a net. `hidden` is what one step hands to the next: EAGLE-1's predicted feature, EAGLE-3's state."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [..., F] -> hidden [..., D]."""
+        ...
+
+    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+        """Keys and values of these pairs into the cache, nothing else."""
+        ...
+
+    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: WindowCache) -> Tensor:
+        """The net's output [R, N, D] at these pairs, which are remembered too."""
+        ...
+
+
+class EagleMethod(Drafter):
+    """A one-layer net over pairs, on one target."""
+
+    needs_weights = True
+    trainable = True
+    shape: LayerShape
+    draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where it is a smaller one
+    embed_tokens: Tensor | None = None  # the head's own table, only where it differs from the target's
+    default_window: ClassVar[bool] = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shape_weight.dtype
+
+    @property
+    @abstractmethod
+    def shape_weight(self) -> Tensor:
+        """Some weight of the net."""
+
+    @property
+    @abstractmethod
+    def longest_path(self) -> int:
+        """Nodes on the longest path, the root included."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """The net's output [..., D] -> logits [..., V or v]."""
+
+    @abstractmethod
+    def grow(self, growth: Growth, roots: Roots) -> Draft:
+        """The tree."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
+
+    def window(self) -> tuple[int, int] | None:
+        """(sink, size) of the draft's window, or None."""
+        window: Window = self.options.window
+        if window.size is not None or not self.default_window:
+            return None if window.size is None else (window.sink, window.size)
+        size = (self.trained_length or self.target.context) - window.sink - self.longest_path
+        if size < 1:
+            raise OptionError(
+                f"the head was trained on {self.trained_length} tokens, too few for {window.sink} sinks and a tree of depth "
+                f"{self.longest_path - 1}: give --window.size, or a shallower tree"
+            )
+        return window.sink, size
+
+    def open(self, rows: int) -> DraftSession:
+        return EagleSession(self, rows)
+
+    def describe(self) -> dict[str, Any]:
+        window = self.window()
+        return {} if window is None else {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
+
+
+class EagleSession(DraftSession):
+    """Rows of the draft's cache. Without a window slot t holds pair t: (feature of token t, token t+1).
+
+    `pending` are the features of committed tokens that the net has not read yet: their next tokens are known up to the last, whose next
+    token is the coming root. `draft` reads them first, then grows the tree.
+    """
+
+    def __init__(self, drafter: EagleMethod, rows: int) -> None:
+        self.drafter, self.rows, self.window, self.crop = drafter, rows, drafter.window(), drafter.options.window.crop
+        target, shape, longest_path = drafter.target, drafter.shape, drafter.longest_path
+        self.net: EagleNet = drafter.net  # type: ignore[assignment]
+        self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
+        self.frequency_h = rope_frequencies(shape, target.device)
+        self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
+        self.pairs_B = torch.zeros_like(self.length_B)  # pairs read, forgotten ones included
+        self.bound = [0] * rows  # with a window: at most that many slots in use, known to the host
+        self.wanted: list[tuple[int, int]] = [(0, 0)] * rows  # of the prompt, pairs before the first and from the second on are read
+        width = target.hidden_size * len(drafter.wants)
+        self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
+        self.pending_next_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
+        self.pending_B = torch.zeros_like(self.length_B)
+
+    def keep(self, row: int, length: int) -> int:
+        """Pair m-1 needs token m to be unchanged, so of `length` equal tokens the pairs before the last stay, if nothing cut is needed."""
+        slots, pairs = int(self.length_B[row]), int(self.pairs_B[row])
+        kept = max(0, min(pairs, length - 1))
+        left = slots - (pairs - kept)
+        if slots < pairs and left <= (self.window or (0, 0))[0]:  # what would be left of the window was forgotten
+            return 0
+        self.length_B[row], self.pairs_B[row] = left, kept
+        return kept
+
+    def begin(self, row: int, kept: int, total: int) -> None:
+        """Which pairs of the prompt will be read: with a window that they overflow, the first and last of them, or the last."""
+        self.end(row, kept)
+        self.wanted[row] = (total, total)
+        slots = int(self.length_B[row])
+        if self.window is not None:
+            self.bound[row] = slots
+            full = sum(self.window)
+            if self.crop != "none" and slots + total - kept > full:
+                half = full // 2
+                self.wanted[row] = (0, total - full) if self.crop == "last" else (kept + max(0, half - slots), total - half)
+
+    def end(self, row: int, kept: int = 0) -> None:
+        if not kept:
+            self.length_B[row] = self.pairs_B[row] = 0
+        self.pending_B[row] = 0
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        """Remember the chunk's pairs; its last feature waits for the next chunk's first token, or the root."""
+        first, ids_T, features = position, tokens_T[1:], features_TF[:-1]
+        if self.pending_B[row]:
+            first, ids_T, features = position - 1, tokens_T, torch.cat([self.pending_BPF[row, :1], features])
+        for begin, end in self._segments(row, first, first + len(ids_T)):
+            part, T, length_1 = slice(begin - first, end - first), end - begin, self.length_B[row : row + 1]
+            slot_1T = length_1[:, None] + torch.arange(T, device=ids_T.device)
+            held = self.bound[row] if self.window else begin
+            self.cache.at(slice(row, row + 1), slot_1T, held + T)
+            hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features[None, part])))
+            self.net.remember(hidden, embeddings, slot_1T, self.cache)
+            self.length_B[row] += T
+            self.bound[row] += T
+        self.pairs_B[row] += len(ids_T)
+        if self.window and self.crop != "none":
+            self._trim()
+        self.pending_BPF[row, 0] = features_TF[-1]
+        self.pending_B[row] = 1
+
+    def _segments(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Of the pairs first .. end-1 those that are read, as stretches."""
+        head_end, tail_begin = self.wanted[row]
+        for begin, stop in ((first, min(end, head_end)), (max(first, tail_begin, head_end), end)):
+            if begin < stop:
+                yield begin, stop
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.drafter.dtype)
+
+    def _inputs(self, ids_RN: Tensor, hidden_RND: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_RND, self._cast(self.drafter.embed(ids_RN))
+
+    def _trim(self) -> None:
+        """Forget what has left the window."""
+        assert self.window is not None
+        full = sum(self.window)
+        if max(self.bound) > full:
+            self.length_B = self.cache.trim(self.length_B, self.frequency_h)
+            self.bound = [min(bound, full) for bound in self.bound]
+
+    def _read(self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, width: int) -> Tensor:
+        """One forward: positions, slots and visible slots are given relative to the rows' lengths."""
+        begin_B1 = self.length_B[:, None]
+        self.cache.at(slice(0, self.rows), begin_B1 + slot_BN, width)
+        mask_B1NW = slot_mask(self.length_B, visible_BNT, width)[:, None]
+        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, mask_B1NW, self.cache)
+
+    def _catch_up(self, roots: Roots) -> Tensor:
+        """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""
+        P = self.pending_BPF.shape[1]
+        order_P = torch.arange(P, device=roots.tokens_B.device)
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        next_BP = self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None])
+        order_BP, causal_BPP = order_P.expand(self.rows, P), (order_P[:, None] >= order_P).expand(self.rows, P, P)
+        fused_BPD = self.net.fuse(self._cast(self.pending_BPF))
+        hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._reach(roots) + P)
+        read_B = self.pending_B * roots.active_B
+        self.length_B, self.pairs_B = self.length_B + read_B, self.pairs_B + read_B
+        self.pending_B = torch.zeros_like(self.pending_B)
+        if self.window:
+            self.bound = [bound + P for bound in self.bound]
+            self._trim()
+        return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
+
+    def _reach(self, roots: Roots) -> int:
+        """At most that many slots are in use in any row."""
+        return max(self.bound) if self.window else roots.longest
+
+    def growth(self, roots: Roots) -> Growth:
+        """Read what is pending; then the levels of the tree can be expanded, in slots behind the committed ones."""
+        hidden_BD = self._catch_up(roots)
+        reach = self._reach(roots)
+
+        def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
+            B, Q, T = visible_BQT.shape
+            slot_BQ = torch.arange(T - Q, T, device=tokens_BQ.device).expand(B, Q)
+            offset_BQ = torch.full_like(tokens_BQ, level)
+            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, reach + T)
+
+        return Growth(hidden_BD, self.drafter.head, expand, self.drafter.draft_ids_v)
+
+    def draft(self, roots: Roots) -> Draft:
+        return self.drafter.grow(self.growth(roots), roots)
+
+    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+        path_BP = verdict.path_BP.clamp(min=0)
+        self.pending_BPF = seen.features_BNF.gather(1, path_BP[..., None].expand(-1, -1, seen.features_BNF.shape[-1]))
+        self.pending_next_BP = verdict.tokens_BP.roll(-1, dims=1)
+        self.pending_B = verdict.length_B.clone()
+
+
+# --- what heads share when they are loaded or begun ------------------------------------------------------------------------------------
+
+
+def own_table(table: Tensor | None, target: Target) -> Tensor | None:
+    """The head's embedding table, unless it is the target's own up to the rounding of storage."""
+    if table is None:
+        return None
+    table = table.to(device=target.device, dtype=target.dtype)
+    every = torch.arange(target.vocab_size, device=target.device)
+    return None if torch.allclose(table, target.embed(every), rtol=1e-2, atol=1e-3) else table
+
+
+SHAPE_KEYS = (
+    "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias"
+)  # fmt: skip
+
+
+def shape_of(config: dict[str, Any]) -> LayerShape:
+    """The layer that a checkpoint's config describes."""
+    return LayerShape(**{name: config[name] for name in SHAPE_KEYS if name in config})
+
+
+def shape_like(target: Target, **given: Any) -> LayerShape:
+    """A layer of the target's own sizes, unless given otherwise."""
+    config = target.model.config
+    heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // 64)
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    like = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim + head_dim % 2,
+        "rms_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": float(rope.get("rope_theta") or 10_000.0),
+    }
+    return LayerShape(**{**like, **given})

@@ -1,0 +1,389 @@
+"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens are predicted directly, from features of three layers, and the net is trained
+on its own outputs.
+
+    low, mid, high features of token t  --fc-->  hidden of slot t
+    slot t:  [ norm(embedding of token t+1) ; norm(hidden of slot t) ] -> attention, MLP -> new hidden -> norm, own head -> q of token t+2
+
+In the tree the new hidden takes the place of the fused features: no loss ties it to the target's features, so more data keeps paying
+(section 3). The head speaks a draft vocabulary, which may be smaller than the target's. The tree is EAGLE-2's.
+
+Training-time test (section 3.1): step 0 reads the target's features; step i reads, at each slot, step i-1's hidden and the true next token,
+and sees the step-0 keys of earlier slots and the later steps' keys of its own slot.
+
+Letters: R rows, N nodes or packed tokens, M of them that count, K guesses of all steps, D hidden, F features, V vocabulary, v that of the
+draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from eyas import checkpoints
+from eyas.checkpoints import Weights
+from eyas.drafters._base import Batch, Loss, Roots
+from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
+from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.errors import CheckpointError, FitError, OptionError
+from eyas.losses import Guesses, draft_cross_entropy
+from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm
+from eyas.target import Target
+from eyas.tree import Draft
+
+__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
+
+LARGEST_DRAFT_VOCABULARY = 32_000  # unless asked for otherwise; the paper's
+
+
+@dataclass(frozen=True)
+class TrainingTimeTest:
+    """How the net practises what it will do in the tree. Training only."""
+
+    steps: int = 7  # guesses from each slot, each from the one before
+    decay: float = 0.8  # step i weighs decay ** i
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise OptionError(f"ttt.steps must be a whole number, 1 or more, got {self.steps!r}")
+        if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+            raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """What a head is like whose training begins. A trained head brings its own."""
+
+    layers: str = "auto"  # of the target, whose inputs are fused: like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
+    draft_vocab: int | None = None  # tokens that the head can draft, the most frequent ones; none: at most 32,000
+    fc_norm: bool = False  # norm each layer's features before fusing them (EAGLE-3.1)
+    norm_output: bool = False  # hand on the normed hidden (EAGLE-3.1)
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise OptionError(f"head.draft_vocab must be 1 or more, got {self.draft_vocab}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of eagle3."""
+
+    tree: DynamicTree = field(default_factory=DynamicTree)
+    window: Window = field(default_factory=Window)
+    ttt: TrainingTimeTest = field(default_factory=TrainingTimeTest)
+    head: NewHead = field(default_factory=NewHead)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What distinguishes published EAGLE-3 heads of one shape."""
+
+    feature_size: int  # of one target layer
+    num_features: int = 3
+    draft_vocab_size: int = 0  # 0: it has no head of its own and speaks through the target's
+    fc_bias: bool = False
+    fc_norm: bool = False  # norm each layer's features
+    norm_before_fc: bool = False  # norm all of them together
+    norm_before_residual: bool = False  # the residual starts from the normed hidden
+    carries_normed: bool = False  # the normed hidden is handed on
+
+
+class Layer(DecoderLayer):
+    """A decoder layer that reads the normed embedding beside the normed hidden."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, 2 * shape.hidden_size)
+        self.embed_norm, self.hidden_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
+
+
+class Net(nn.Module):
+    """fc over the fused features, a layer over [embedding, hidden], norm and head (EAGLE-3, figure 5)."""
+
+    def __init__(self, shape: LayerShape, plan: Architecture) -> None:
+        super().__init__()
+        D, F = shape.hidden_size, plan.feature_size * plan.num_features
+        self.plan = plan
+        self.fc = nn.Linear(F, D, bias=plan.fc_bias)
+        self.fc_norm = nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features)) if plan.fc_norm else None
+        self.input_norm = RMSNorm(F, shape.rms_eps) if plan.norm_before_fc else None
+        self.layer = Layer(shape)
+        self.norm = RMSNorm(D, shape.rms_eps)
+        self.head = nn.Linear(D, plan.draft_vocab_size, bias=False) if plan.draft_vocab_size else None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., 2D], and what its result is added to [..., D]."""
+        normed: Tensor = self.layer.hidden_norm(hidden)
+        return torch.cat([self.layer.embed_norm(embeddings), normed], dim=-1), normed if self.plan.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = self.layer.finish(residual, attended)
+        return self.norm(hidden) if self.plan.carries_normed else hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head reads."""
+        normed: Tensor = hidden if self.plan.carries_normed else self.norm(hidden)
+        return normed
+
+    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
+
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache) -> Tensor:
+        """The next hidden [R, N, D]."""
+        x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
+        return self.finish(residual_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
+
+    def rehearse(
+        self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
+    ) -> list[Tensor]:
+        """While training: the hidden [M, D] of some rows after each step of the training-time test.
+
+        Args:
+            embed: index of a packed token [M] -> its embedding [M, D].
+            rows_M: ascending; the others lend keys and values only.
+        """
+        N, attention = len(features_NF), self.layer.attention
+        position_N, blocks = documents.position_N(features_NF.device), documents.blocks(rows_M)
+        fused_ND = self.fuse(features_NF)
+        x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
+        first: Keys = attention.keys(x_ND, position_N)
+        x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
+        for i in range(steps):
+            position_M = position_N[rows_M] + i
+            if i:
+                x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
+                later.append(attention.keys(x_MD, position_M))
+            hidden.append(self.finish(residual_MD, attention.over(x_MD, position_M, rows_M, blocks, first, later)))
+        return hidden
+
+
+class Method(EagleMethod):
+    """EAGLE-3 with EAGLE-2's dynamic tree."""
+
+    Options: ClassVar[type] = Options
+    summary = "EAGLE-3: fused features of three layers, trained on its own outputs, dynamic tree"
+    net: Net
+
+    def __init__(
+        self, target: Target, options: Any, net: Net, shape: LayerShape, layers: tuple[int, ...], draft_ids_v: Tensor | None = None,
+        embed_tokens: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, options)
+        self.net, self.shape, self.wants = net, shape, layers
+        self.draft_ids_v, self.embed_tokens = draft_ids_v, embed_tokens
+
+    @property
+    def studies(self) -> tuple[int, ...]:
+        return (*self.wants, self.target.num_layers)  # the last: what the target's own head reads
+
+    @property
+    def shape_weight(self) -> Tensor:
+        return self.net.fc.weight
+
+    @property
+    def longest_path(self) -> int:
+        return 1 + int(self.options.tree.depth)
+
+    # --- where heads come from
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """Strictly: sizes must be the target's, every tensor must be there and nothing else."""
+        if weights is None:
+            raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
+        if weights.method != "eagle3":
+            raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of EAGLE-3")
+        config = weights.config
+        sizes = (
+            ("target_hidden_size", "target's hidden size", target.hidden_size),
+            ("vocab_size", "vocabulary", target.vocab_size),
+            ("hidden_size", "hidden size", target.hidden_size if "embed.weight" not in weights.tensors else config["hidden_size"]),
+        )
+        for key, name, mine in sizes:
+            if config[key] != mine:
+                raise CheckpointError(
+                    f"{weights.source}: the head's {name} is {config[key]}, the target's {mine}: it was made for another model"
+                )
+        if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
+            raise CheckpointError(f"{weights.source}: the head speaks through the target's lm_head but has another hidden size")
+        layers = _fused_layers(config["feature_layers"] or "auto", target)
+        plan = Architecture(
+            target.hidden_size, len(layers), config["draft_vocab_size"] if config["head"] == "own" else 0, config["fc_bias"],
+            config["fc_norm"], config["norm_before_fc"], config["norm_before_residual"], config["carries"] == "normed",
+        )  # fmt: skip
+        net, apart = Net(shape_of(config), plan), {"embed.weight", "draft_ids"}
+        shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+        table = {"embed.weight": (target.vocab_size, config["hidden_size"])}
+        ids = {"draft_ids": (config["draft_vocab_size"],)} if config["draft_vocab_size"] != target.vocab_size else {}
+        checkpoints.expect(weights, {**shapes, **table, **ids}, {"embed.weight"})
+        net.load_state_dict({name: value for name, value in weights.tensors.items() if name not in apart})
+        net = net.to(device=target.device, dtype=target.dtype).eval()
+        draft_ids_v = weights.tensors["draft_ids"].to(target.device) if ids else None
+        own = own_table(weights.tensors.get("embed.weight"), target)
+        method = cls(target, options or cls.Options(), net, shape_of(config), layers, draft_ids_v, own)
+        method.trained_length = config.get("max_positions")
+        return method
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any) -> Self:
+        """A head of the target's own layer shape (its width, heads and intermediate size) unless given otherwise."""
+        options, layer = options or cls.Options(), shape_like(target, **shape)
+        layers = _fused_layers(options.head.layers, target)
+        size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
+        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=options.head.fc_norm, carries_normed=options.head.norm_output)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = Net(layer, plan)
+            for weight in net.parameters():
+                if weight.ndim == 2:
+                    nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        net = net.to(device=target.device, dtype=target.dtype).eval()
+        return cls(target, options, net, layer, layers, None if draft_ids_v is None else draft_ids_v.to(target.device))
+
+    @classmethod
+    def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+        """Random, but the head begins as the target's own, with the target's most frequent tokens as draft vocabulary."""
+        options = options or cls.Options()
+        ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
+        method = cls.random(target, options, seed, ids_v)
+        weight = getattr(target.family.head, "weight", None)
+        if method.net.head is not None and weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
+            with torch.no_grad():
+                method.net.head.weight.copy_(weight if ids_v is None else weight[ids_v.to(weight.device)])
+        return method
+
+    def weights(self) -> Weights:
+        shape, plan = self.shape, self.net.plan
+        size = plan.draft_vocab_size or self.target.vocab_size
+        config = {
+            "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": self.target.vocab_size, "rms_eps": shape.rms_eps,
+            "rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling,
+            "max_positions": self.trained_length or self.target.context, "fc_bias": plan.fc_bias, "qkv_bias": shape.qkv_bias, "act": "silu",
+            "draft_vocab_size": size, "target_hidden_size": plan.feature_size, "num_features": plan.num_features,
+            "feature_layers": None if self.wants == _default_layers(self.target) else self.wants, "layer_ids_as_published": None,
+            "norm_before_fc": plan.norm_before_fc, "fc_norm": plan.fc_norm,
+            "norm_before_residual": plan.norm_before_residual, "carries": "normed" if plan.carries_normed else "raw",
+            "head": "own" if plan.draft_vocab_size else "target", "eyas": {"target_fingerprint": self.target.fingerprint()},
+        }  # fmt: skip
+        tensors = {name: value.detach().clone() for name, value in self.net.state_dict().items()}
+        if self.draft_ids_v is not None:
+            tensors["draft_ids"] = self.draft_ids_v
+        if self.embed_tokens is not None:
+            tensors["embed.weight"] = self.embed_tokens
+        return Weights("eagle3", config, tensors, "memory")
+
+    # --- drafting
+
+    def head(self, hidden: Tensor) -> Tensor:
+        normed = self.net.normed(hidden)
+        return self.net.head(normed) if self.net.head is not None else self.target.head(normed.to(self.target.dtype))
+
+    def grow(self, growth: Growth, roots: Roots) -> Draft:
+        return grow_dynamic(growth, roots, self.options.tree)
+
+    def chain(self, depth: int) -> Method:
+        options = Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1), window=self.options.window)
+        chain = type(self)(self.target, options, self.net, self.shape, self.wants, self.draft_ids_v, self.embed_tokens)
+        chain.trained_length = self.trained_length
+        return chain
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.options.tree.describe(), **super().describe()}
+
+    # --- training
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """Cross-entropy with the target's law over the draft vocabulary, over the steps of the training-time test (section 3.1).
+
+        Step i at slot t foresees token t+2+i and counts when that token does and the target's own best token is a draft token. Tokens that
+        count are counted once, by step 0.
+        """
+        test, tokens_N = self.options.ttt, batch.tokens_N
+        device, end_N = tokens_N.device, batch.documents.end_N(tokens_N.device)
+        place_N = torch.arange(len(tokens_N), device=device)
+        goal_NI = place_N[:, None] + 2 + torch.arange(test.steps, device=device)
+        counts_NI = batch.counted_N[goal_NI.clamp(max=len(tokens_N) - 1)] & (goal_NI < end_N[:, None])
+        rows_M = counts_NI.any(1).nonzero()[:, 0]
+        answer_N = batch.counted_N.cumsum(0) - 1  # which answer a counted token is
+        counts_IM, answer_IM = counts_NI[rows_M].T, answer_N[goal_NI[rows_M].clamp(max=len(tokens_N) - 1)].T
+        step_K, row_K = counts_IM.nonzero(as_tuple=True)
+        before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature foresees the answer
+        guesses = self.rehearsal(batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test)
+        first_K = step_K == 0
+        sums = {"accuracy": guesses.right_K[first_K].sum()}
+        if test.steps > 1:
+            sums[f"accuracy at step {test.steps}"] = guesses.right_K[step_K == test.steps - 1].sum()
+        return Loss(guesses.total, guesses.counts_K[first_K].sum(), sums)
+
+    def rehearsal(
+        self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
+    ) -> Guesses:
+        """The guesses (step, row among `rows_M`, answer) of the training-time test, each weighed by its step.
+
+        Args:
+            before_U: for each answer, the packed token whose final-norm feature gives the target's law of it.
+        """
+        layers, last = len(self.wants) * self.target.hidden_size, self.target.hidden_size
+        features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
+
+        def embed(index: Tensor) -> Tensor:
+            return self.embed(batch.tokens_N[index]).to(self.dtype)
+
+        def teacher(answers: slice) -> Tensor:
+            return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
+
+        if self.net.head is None:
+            raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
+        hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps))
+        normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
+        weight_K = torch.tensor(test.decay, device=step_K.device) ** step_K
+        return draft_cross_entropy(
+            normed_KD, self.net.head.weight, answer_K, weight_K, len(before_U), teacher, self.draft_ids_v
+        )  # fmt: skip
+
+
+def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
+    """int64 [v], ascending: the most frequent tokens; None when that is all of them. OptionError when fewer were ever seen."""
+    distinct = int((counts_V > 0).sum())
+    if size is not None and size > distinct:
+        raise OptionError(f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it")
+    size = min(size or LARGEST_DRAFT_VOCABULARY, max(distinct, 1))
+    if size >= len(counts_V):
+        return None
+    return counts_V.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def _default_layers(target: Target) -> tuple[int, ...] | None:
+    L = target.num_layers
+    return (2, L // 2, L - 3) if L >= 7 else None
+
+
+def _fused_layers(given: str | tuple[int, ...], target: Target) -> tuple[int, ...]:
+    """Which hidden_states are fused: the paper's three, or those named. Errors say what the target has."""
+    L = target.num_layers
+    if given == "auto":
+        if (default := _default_layers(target)) is None:
+            raise FitError(
+                f"EAGLE-3 fuses the inputs of layers 2, L/2 and L-3, which are three different ones from 7 layers on; this target has {L}: "
+                f"name layers with --head.layers, like --head.layers 0,{L // 2},{L - 1}"
+            )
+        return default
+    try:
+        layers = tuple(int(part) for part in (given.split(",") if isinstance(given, str) else given))
+    except ValueError as error:
+        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {given!r}") from error
+    if not layers or len(set(layers)) != len(layers) or not all(0 <= k < L for k in layers):
+        raise OptionError(f"head.layers must be different numbers from 0 to {L - 1}, the target's layers; got {given!r}")
+    return layers

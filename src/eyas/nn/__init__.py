@@ -1,0 +1,12 @@
+"""What draft nets are built from: LLaMA's parts (`_layers`), and attention over packed documents for training (`_packed`).
+
+This room knows no method and no target.
+"""
+
+from eyas.nn._layers import Attention, DecoderLayer, DraftCache, Keys, LayerShape, RMSNorm, SwiGLU, rope, rope_frequencies
+from eyas.nn._packed import Documents, packed_attention
+
+__all__ = [
+    "Attention", "DecoderLayer", "Documents", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "packed_attention", "rope",
+    "rope_frequencies",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.drafters.eagle1 import Method
-from eyas.losses import smooth_l1, soft_cross_entropy, soft_cross_entropy_of
+from eyas.losses import draft_cross_entropy, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
 from eyas.nn import Documents
 from eyas.target import Target
 
@@ -178,3 +178,40 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     assert gradients.keys() == parameters.keys()
     for name, expected in gradients.items():
         torch.testing.assert_close(parameters[name].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("chunk", [1, 60, 10**6])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_through_a_trained_head(chunk: int, reduced: bool) -> None:
+    """Against all logits at once: total, each guess, which count and which are right; gradients to hidden states and to the head."""
+    generator = torch.Generator().manual_seed(4)
+    answers, guesses, D, V = 6, 17, 5, 13
+    ids = torch.tensor([0, 2, 3, 7, 8, 11, 12]) if reduced else None
+    v = len(ids) if ids is not None else V
+    hidden = torch.randn(guesses, D, generator=generator, dtype=torch.float64).requires_grad_()
+    head = torch.randn(v, D, generator=generator, dtype=torch.float64).requires_grad_()
+    true = torch.randn(answers, V, generator=generator, dtype=torch.float64) * 2
+    answer = torch.randint(answers - 1, (guesses,), generator=generator)  # nothing is compared with the last answer
+    weight = torch.rand(guesses, generator=generator, dtype=torch.float64)
+    mine = draft_cross_entropy(hidden, head, answer, weight, answers, lambda part: true[part], ids, chunk)
+    best = true.argmax(-1)
+    p = (true if ids is None else true[:, ids]).softmax(-1)
+    counts = torch.tensor([ids is None or int(b) in ids.tolist() for b in best])[answer]
+    logits = hidden @ head.T
+    each = -(p[answer] * logits.log_softmax(-1)).sum(-1) * counts
+    total = (each * weight).sum()
+    torch.testing.assert_close(mine.total, total)
+    torch.testing.assert_close(mine.each_K, each.detach())
+    assert mine.counts_K.tolist() == counts.tolist()
+    chosen = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
+    assert mine.right_K.tolist() == ((chosen == best[answer]) & counts).tolist()
+    assert 0 < counts.sum() and (not reduced or counts.sum() < guesses)
+    for one, other in zip(torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weighted_smooth_l1() -> None:
+    predicted, true, _ = arguments(5, 9, 4)
+    weight = torch.rand(9, dtype=torch.float64)
+    expected = sum(w * plain_smooth_l1(x[None], y[None], torch.ones(1), 1.0) for x, y, w in zip(predicted, true, weight, strict=True))
+    torch.testing.assert_close(weighted_smooth_l1(predicted, true, weight), expected)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Guesses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
+__all__ = ["Guesses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at a time: 64 MiB in float32
 
@@ -39,6 +39,12 @@ def smooth_l1(predicted_RTD: Tensor, true_RTD: Tensor, mask_RT: Tensor, normalis
     mask_RT = mask_RT.bool()
     predicted_MD, true_MD = _at_least_float32(predicted_RTD[mask_RT]), _at_least_float32(true_RTD[mask_RT].detach())
     return F.smooth_l1_loss(predicted_MD, true_MD, reduction="none").mean(-1).sum() / normaliser
+
+
+def weighted_smooth_l1(predicted_KD: Tensor, true_KD: Tensor, weight_K: Tensor) -> Tensor:
+    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed."""
+    each_KD = F.smooth_l1_loss(_at_least_float32(predicted_KD), _at_least_float32(true_KD.detach()), reduction="none")
+    return (each_KD.mean(-1) * weight_K).sum()
 
 
 def soft_cross_entropy(

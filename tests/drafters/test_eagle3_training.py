@@ -47,7 +47,7 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     step_K, row_K, answer_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
-        found = drafter.rehearsal(batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8))
+        found, _ = drafter.rehearsal(batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8))
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.each_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)

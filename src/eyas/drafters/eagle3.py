@@ -29,7 +29,7 @@ from eyas.drafters._base import Batch, Loss, Roots
 from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.errors import CheckpointError, FitError, OptionError
-from eyas.losses import Guesses, draft_cross_entropy
+from eyas.losses import Guesses, draft_cross_entropy, weighted_smooth_l1
 from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm
 from eyas.target import Target
 from eyas.tree import Draft
@@ -45,12 +45,15 @@ class TrainingTimeTest:
 
     steps: int = 7  # guesses from each slot, each from the one before
     decay: float = 0.8  # step i weighs decay ** i
+    feature: float = 0.0  # weight of a smooth L1 between what the head reads and what the target's reads (EAGLE-1's constraint; the paper: 0)
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
             raise OptionError(f"ttt.steps must be a whole number, 1 or more, got {self.steps!r}")
         if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
+        if not isinstance(self.feature, int | float) or not 0 <= self.feature < float("inf"):
+            raise OptionError(f"ttt.feature must be 0 or more, got {self.feature!r}")
 
 
 @dataclass(frozen=True)
@@ -320,17 +323,21 @@ class Method(EagleMethod):
         counts_IM, answer_IM = counts_NI[rows_M].T, answer_N[goal_NI[rows_M].clamp(max=len(tokens_N) - 1)].T
         step_K, row_K = counts_IM.nonzero(as_tuple=True)
         before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature foresees the answer
-        guesses = self.rehearsal(batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test)
-        first_K = step_K == 0
+        guesses, normed_KD = self.rehearsal(batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test)
+        total, first_K = guesses.total, step_K == 0
         sums = {"accuracy": guesses.right_K[first_K].sum()}
         if test.steps > 1:
             sums[f"accuracy at step {test.steps}"] = guesses.right_K[step_K == test.steps - 1].sum()
-        return Loss(guesses.total, guesses.counts_K[first_K].sum(), sums)
+        if test.feature:
+            true_KD = batch.features_NF[before_U[answer_IM[counts_IM]], -self.target.hidden_size :]
+            feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.counts_K)
+            total, sums["feature_loss"] = total + test.feature * feature_loss, feature_loss.detach()
+        return Loss(total, guesses.counts_K[first_K].sum(), sums)
 
     def rehearsal(
         self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
-    ) -> Guesses:
-        """The guesses (step, row among `rows_M`, answer) of the training-time test, each weighed by its step.
+    ) -> tuple[Guesses, Tensor]:
+        """The guesses (step, row among `rows_M`, answer) of the training-time test, each weighed by its step; and what the head read, [K, D].
 
         Args:
             before_U: for each answer, the packed token whose final-norm feature gives the target's law of it.
@@ -348,10 +355,10 @@ class Method(EagleMethod):
             raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
         hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps))
         normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
-        weight_K = torch.tensor(test.decay, device=step_K.device) ** step_K
-        return draft_cross_entropy(
-            normed_KD, self.net.head.weight, answer_K, weight_K, len(before_U), teacher, self.draft_ids_v
+        guesses = draft_cross_entropy(
+            normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v
         )  # fmt: skip
+        return guesses, normed_KD
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:

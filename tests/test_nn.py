@@ -1,0 +1,89 @@
+"""The parts of draft nets: packed attention against its definition, its gradient and its memory; rotary positions far out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
+from eyas.nn import _packed as module
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
+    """Row by row, head by head."""
+    M, H, h = q.shape
+    group, outs = H // k.shape[1], []
+    for m, t in enumerate(rows):
+        for head in range(H):
+            j = head // group
+            keys = torch.cat([k[begins[t] : t + 1, j], later[0][:, m, j]])
+            values = torch.cat([v[begins[t] : t + 1, j], later[1][:, m, j]])
+            outs.append(((keys @ q[m, head]) * h**-0.5).softmax(0) @ values)
+    return torch.stack(outs).view(M, H, h)
+
+
+@pytest.mark.parametrize("block", [1, 3, 128])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and every gradient, in float64."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    documents, rows = Documents((5, 1, 7)), [0, 2, 3, 5, 7, 8, 9, 10, 12]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    q, k, v, later = draw(9, 4, 3), draw(13, 2, 3), draw(13, 2, 3), (draw(steps, 9, 2, 3), draw(steps, 9, 2, 3))
+    rows_M = torch.tensor(rows)
+    mine = packed_attention(q, k, v, rows_M, documents.blocks(rows_M), later if steps else None)
+    theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
+    torch.testing.assert_close(mine, theirs)
+    outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
+    for one, other in zip(torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(theirs, inputs, outer), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_documents() -> None:
+    documents = Documents((3, 1, 2))
+    assert documents.begin_N().tolist() == [0, 0, 0, 3, 4, 4]
+    assert documents.end_N().tolist() == [3, 3, 3, 4, 6, 6]
+    assert documents.position_N().tolist() == [0, 1, 2, 0, 0, 1]
+
+
+MEASURE = """
+import torch
+from eyas.nn import Documents, packed_attention
+torch.set_num_threads(1)
+N, H = {N}, 4
+q, k, v = (torch.randn(N, H, 16, requires_grad=True) for _ in range(3))
+later = [torch.randn(6, N, H, 16, requires_grad=True) for _ in range(2)]
+rows = torch.arange(N)
+blocks = Documents((N,)).blocks(rows)
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+before = kilobytes("VmRSS")
+packed_attention(q, k, v, rows, blocks, tuple(later)).sum().backward()
+print(kilobytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
+def test_memory_grows_with_the_length_not_its_square() -> None:
+    """Forward and backward over one document: 4 times the length takes at most 6 times the memory (scores would take 16 times: at 8,192
+    tokens and 4 heads 1 GiB a matrix). Measured in kilobytes of a process of its own."""
+    used = [int(subprocess.run([sys.executable, "-c", MEASURE.format(N=n)], capture_output=True, check=True).stdout) for n in (2048, 8192)]
+    assert used[1] < 6 * used[0], used
+    assert used[1] < 400_000, used
+
+
+def test_rope_far_out() -> None:
+    """Positions past 2,048 stay distinct in half precision nets: the angle is computed in float32 from whole numbers."""
+    frequency = rope_frequencies(LayerShape(8, 8, 1, 1, 8), torch.device("cpu"))
+    x = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
+    near, next_to_it = (rope(x, torch.tensor([[p]]), frequency) for p in (100_000, 100_001))
+    assert not torch.equal(near, next_to_it)

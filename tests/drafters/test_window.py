@@ -1,0 +1,190 @@
+"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from eyas import drafters
+from eyas.cache import WindowCache
+from eyas.decode import Decoder, Request
+from eyas.drafters import Drafter
+from eyas.drafters._base import options_from
+from eyas.drafters._eagle import EagleSession
+from eyas.errors import OptionError
+from eyas.nn import LayerShape, rope, rope_frequencies
+from eyas.target import Target
+from reference import plain_decode, run
+
+SHAPE = LayerShape(8, 8, 2, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.set_num_threads(1)
+    return Target(zoo.tiny("llama"))
+
+
+def make(target: Target, method: str = "seagle", **options: Any) -> Drafter:
+    chosen = {"tree.nodes": 8, "tree.depth": 3, "tree.branch": 2, **({} if "1" in method or "2" in method else {"head.layers": "0,1,2"})}
+    kind = drafters.find(method)
+    return kind.random(target, options_from(kind.Options, {**chosen, **options}), seed=1)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    dice = random.Random(seed)
+    return tuple(dice.randrange(60) for _ in range(length))
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int) -> None:
+    """Against keys and values kept apart: three rows, of which one is below the window, one exactly there, one beyond it."""
+    size, generator = 5, torch.Generator().manual_seed(0)
+    cache = WindowCache(2, 4, 3, torch.float32, torch.device("cpu"), (sink, size))
+    frequency, T = rope_frequencies(SHAPE), 12
+    keys, values = torch.randn(3, T, 2, 4, generator=generator), torch.randn(3, T, 2, 4, generator=generator)
+    slots = torch.arange(T).expand(3, T)
+    cache.at(slice(0, 3), slots, T)
+    cache.store(keys, values, slots, frequency)
+    length = torch.tensor([sink + size - 1, sink + size, T])
+    trimmed = cache.trim(length, frequency)
+    assert trimmed.tolist() == [sink + size - 1, sink + size, sink + size]
+    cache.at(slice(0, 3), slots[:, :1] + sink + size, sink + size)
+    seen_keys, seen_values = cache._stores[2, 4][0], cache._stores[2, 4][1]
+    for row, kept in enumerate(([*range(sink + size - 1)], [*range(sink + size)], [*range(sink), *range(T - size, T)])):
+        expected = rope(keys[row, kept][None], torch.arange(len(kept))[None], frequency)[0]
+        torch.testing.assert_close(seen_keys[row, :, : len(kept)].transpose(0, 1), expected)
+        torch.testing.assert_close(seen_values[row, :, : len(kept)].transpose(0, 1), values[row, kept])
+
+
+def trees(drafter: Drafter, request: Request) -> list[list[int]]:
+    return [s.draft.tokens_BN[0].tolist() for s in run(Decoder(drafter.target, drafter), [request])[1] if s.draft is not None]
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
+def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
+    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
+    plain, options = make(target, method) if method != "eagle1" else drafters.find(method).random(target, seed=1), {}
+    request = Request(prompt(14), 16)
+    if method == "eagle1":
+        kind = drafters.find(method)
+        wide, narrow = (kind.random(target, options_from(kind.Options, {"window.size": size}), seed=1) for size in (40, 6))
+    else:
+        wide, narrow = (make(target, method, **{"window.size": size}, **options) for size in (40, 6))
+    assert trees(wide, request) == trees(plain, request)
+    assert trees(narrow, request) != trees(plain, request)
+
+
+@pytest.mark.parametrize("crop", ["halves", "last", "none"])
+@pytest.mark.parametrize("sink", [0, 3])
+def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> None:
+    """Rows of prompts shorter and far longer than the window, together; the prompts go through several chunks of prefill."""
+    drafter = make(target, **{"window.size": 7, "window.sink": sink, "window.crop": crop})
+    requests = [Request(prompt(n, n), 12) for n in (3, 60, 17)]
+    tokens, _ = run(Decoder(target, drafter, 2), requests)
+    assert tokens == [plain_decode(target.model, request) for request in requests]
+
+
+def session_after(target: Target, length: int, crop: str, chunk: int, size: int = 8, sink: int = 2) -> EagleSession:
+    """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it holds."""
+    drafter = make(target, **{"window.size": size, "window.sink": sink, "window.crop": crop})
+    session, ids = drafter.open(1), torch.tensor(prompt(length))
+    features = target.encode(ids[None], drafter.wants)[0]
+    session.begin(0, 0, length)
+    with torch.inference_mode():
+        for begin in range(0, length, chunk):
+            session.prefill(0, ids[begin : begin + chunk], features[begin : begin + chunk], begin)
+    return session
+
+
+def pairs_held(session: EagleSession, target: Target, length: int) -> list[int]:
+    """Which pairs of the prompt stand in the slots, found by their un-rotated keys."""
+    drafter, ids = session.drafter, torch.tensor(prompt(length))
+    with torch.no_grad():
+        features = target.encode(ids[None], drafter.wants)[0]
+        inputs: Tensor = drafter.net.join(drafter.net.fuse(features[:-1]), drafter.embed(ids[1:]))[0]
+        keys = drafter.net.layer.attention.key_value(inputs)[0]
+    shape = (drafter.shape.num_kv_heads, drafter.shape.head_dim)
+    held = session.cache._stores[shape][2, 0, :, : int(session.length_B[0])].transpose(0, 1)
+    return [int((keys - key).abs().sum((1, 2)).argmin()) for key in held]
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 100])
+def test_what_is_read_of_a_long_prompt(chunk: int, target: Target) -> None:
+    """Window of 2 + 8, prompt of 50 tokens: 49 pairs are complete, pair 49 waits for the root. However the prompt is cut into chunks."""
+    expected = {
+        "halves": [0, 1, 2, 3, 4, 45, 46, 47, 48],  # the first 5, and with the waiting one the last 5
+        "last": [40, 41, 42, 43, 44, 45, 46, 47, 48],
+        "none": list(range(49)),
+    }
+    for crop, pairs in expected.items():
+        session = session_after(target, 50, crop, chunk)
+        assert pairs_held(session, target, 50) == pairs, crop
+        assert int(session.pairs_B[0]) == 49
+
+
+def test_a_short_prompt_is_read_whole(target: Target) -> None:
+    for crop in ("halves", "last", "none"):
+        assert pairs_held(session_after(target, 10, crop, 4), target, 10) == list(range(9))
+
+
+@pytest.mark.parametrize("crop", ["halves", "last"])
+def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None:
+    """The same slots after 60 tokens as after 900."""
+    slots = {session_after(target, length, crop, 64).cache.slots for length in (60, 900)}
+    assert len(slots) == 1
+
+
+def test_a_chat_goes_on_within_the_window(target: Target) -> None:
+    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
+    drafter = make(target, **{"window.size": 9, "window.sink": 2})
+    decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
+    for turn in range(4):
+        request = Request(tuple(history), 6)
+        tokens, _ = run(decoder, [request])
+        assert tokens == [plain_decode(target.model, request)]
+        history = [*history, *tokens[0], *prompt(3 + 7 * turn, turn)] if turn != 2 else history[:12]
+
+
+def test_the_default_window_is_what_the_head_was_trained_on(target: Target) -> None:
+    drafter = make(target)
+    drafter.trained_length = 64
+    assert drafter.window() == (4, 64 - 4 - 4)
+    assert drafter.describe()["window"] == {"sink": 4, "size": 56, "crop": "halves"}
+    assert make(target, "eagle3").window() is None
+    drafter.trained_length = 8
+    with pytest.raises(OptionError, match=r"trained on 8 tokens, too few .* give --window\.size"):
+        drafter.open(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window.size": 0}, r"window\.size must be a whole number, 1 or more, got 0"),
+        ({"window.sink": -1}, r"window\.sink must be a whole number, 0 or more, got -1"),
+        ({"window.crop": "half"}, r"unknown window\.crop 'half'.*halves"),
+    ],
+)
+def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> None:
+    with pytest.raises(OptionError, match=message):
+        make(target, **options)
+
+
+def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
+    drafter = make(target, **{"window.size": 10, "window.sink": 2})
+    seen: list[int] = []
+    forward = drafter.net.forward
+
+    def watch(hidden: Tensor, embeddings: Tensor, position: Tensor, *rest: Any) -> Tensor:
+        seen.append(int(position.max()))
+        return forward(hidden, embeddings, position, *rest)
+
+    monkeypatch.setattr(drafter.net, "forward", watch)
+    run(Decoder(target, drafter), [Request(prompt(200), 20)])
+    assert max(seen) < 2 + 10 + 2 * 4

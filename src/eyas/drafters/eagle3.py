@@ -45,7 +45,9 @@ class TrainingTimeTest:
 
     steps: int = 7  # guesses from each slot, each from the one before
     decay: float = 0.8  # step i weighs decay ** i
-    feature: float = 0.0  # weight of a smooth L1 between what the head reads and what the target's reads (EAGLE-1's constraint; the paper: 0)
+    feature: float = (
+        0.0  # weight of a smooth L1 between what the head reads and what the target's reads (EAGLE-1's constraint; the paper: 0)
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
@@ -256,14 +258,21 @@ class Method(EagleMethod):
 
     @classmethod
     def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """Random, but the head begins as the target's own, with the target's most frequent tokens as draft vocabulary."""
+        """What the net begins by saying is what the target's own head makes of its highest fused feature: fc hands that on, the layer adds
+        nothing yet, norm and head are the target's. The draft vocabulary are the tokens that count most often.
+        """
         options = options or cls.Options()
         ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
         method = cls.random(target, options, seed, ids_v)
-        weight = getattr(target.family.head, "weight", None)
-        if method.net.head is not None and weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
-            with torch.no_grad():
-                method.net.head.weight.copy_(weight if ids_v is None else weight[ids_v.to(weight.device)])
+        net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
+        with torch.no_grad():
+            net.fc.weight.zero_()
+            net.fc.weight[:, -D:] = torch.eye(D)
+            for last in (net.layer.attention.o, net.layer.mlp.down):
+                last.weight.zero_()
+            net.norm.weight.copy_(_final_scale(target))
+            if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
+                net.head.weight.copy_(weight if ids_v is None else weight[ids_v.to(weight.device)])
         return method
 
     def weights(self) -> Weights:
@@ -337,7 +346,7 @@ class Method(EagleMethod):
     def rehearsal(
         self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
     ) -> tuple[Guesses, Tensor]:
-        """The guesses (step, row among `rows_M`, answer) of the training-time test, each weighed by its step; and what the head read, [K, D].
+        """The guesses (step, row among `rows_M`, answer) of the training-time test, weighed by step; and what the head read, [K, D].
 
         Args:
             before_U: for each answer, the packed token whose final-norm feature gives the target's law of it.
@@ -370,6 +379,15 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None
     if size >= len(counts_V):
         return None
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def _final_scale(target: Target) -> Tensor:
+    """What the target's final norm multiplies each of the D channels by; ones where it cannot be told."""
+    norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
+    ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
+    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # of mean 0 and mean square 1 already
+    scale: Tensor = norms[-1](signs[None])[0] * signs if norms and target.hidden_size % 2 == 0 else ones
+    return scale if bool(scale.isfinite().all()) else ones
 
 
 def _default_layers(target: Target) -> tuple[int, ...] | None:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from eyas.cli._data import check_layers, check_source, options_of, training_data
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import load, quiet
 from eyas.cli._options import MODEL_BASE, MethodCommand, examples, field_option, flags_of, method_options, option, stack
-from eyas.errors import InputError, OptionError
+from eyas.errors import OptionError
 
 if TYPE_CHECKING:
     from eyas.drafters import Drafter
     from eyas.llm import LLM
-    from eyas.train.data import Data, Report
     from eyas.train.loop import Outcome, TrainConfig
 
 __all__ = ["command"]
 
 PANEL = "Training"
-SHOWN_PROBLEMS = 5
 EXAMPLES = examples(
     ("eyas train --method eagle1 --target MODEL --data chat.jsonl --output HEAD", "one epoch"),
     ("eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4", "several files, longer"),
+    ("eyas train ... --features FEATURES", "what `eyas features` wrote, instead of --data"),
     ("eyas generate --target MODEL --draft HEAD 'Why ...'", "what it is for"),
     more=(
         '[bold]Data[/]: {"messages": \\[...]} or {"conversations": \\[...]} a line; anything but .json, .jsonl and .ndjson is plain text.',
@@ -51,7 +50,8 @@ def _config_flags() -> tuple[click.Parameter, ...]:
 
 @click.command("train", cls=_TrainCommand, epilog=EXAMPLES, panel="Heads")
 @stack(
-    option("Data", "--data", multiple=True, required=True, metavar="FILE", help="Chats (JSONL) or plain text, .gz too; several are mixed."),
+    option("Data", "--data", multiple=True, metavar="FILE", help="Chats (JSONL) or plain text, .gz too; several are mixed."),
+    option("Data", "--features", metavar="FOLDER", help="What `eyas features` wrote, instead of --data."),
     option("Data", "--output", required=True, metavar="FOLDER", help="Where the head goes, and the state from which a run goes on."),
     option("Model", "--method", default="eagle1", metavar="NAME", help="Whose head: see `eyas methods`."),
     option("Model", "--init", metavar="PATH|HUB", help="Begin with this head instead of a random one."),
@@ -62,18 +62,15 @@ def _config_flags() -> tuple[click.Parameter, ...]:
 def command(ctx: click.RichContext, /, **given: Any) -> None:
     """Train a draft head for a target."""
     from eyas.train import alpha, progress
-    from eyas.train.data import data_hash
     from eyas.train.loop import TrainConfig, train
 
-    config = TrainConfig(**ctx.meta.get(PANEL, {}))
+    check_source(given)
+    config = TrainConfig(**options_of(given, ctx.meta.get(PANEL, {})))
     _check_method(given["method"])
-    missing = [path for path in given["data"] if not Path(path).exists()]
-    if missing:
-        raise InputError(f"{missing[0]} does not exist; check the path of the training data")
     llm = load({**given, "draft": None, "method": "vanilla"}, {})
     drafter = _drafter(llm, given, method_options(ctx), config)
-    data = _read(llm, given["data"], config)
-    about = {"data": {"files": [Path(path).name for path in given["data"]], "sha256": data_hash(given["data"]), "report": str(data.report)}}
+    data, about = training_data(llm, given, config)
+    check_layers(data, drafter)
     with progress.bar() as show, quiet(given["verbose"]):
         outcome = train(
             drafter, data.train, data.heldout, config, given["output"],
@@ -100,30 +97,6 @@ def _drafter(llm: LLM, given: dict[str, Any], options: dict[str, Any], config: T
     if given["init"]:
         return kind.load(checkpoints.load(given["init"]), llm.target, chosen)
     return kind.random(llm.target, chosen, seed=config.seed)
-
-
-def _read(llm: LLM, paths: tuple[str, ...], config: TrainConfig) -> Data:
-    from rich.console import Console
-
-    from eyas.train.data import read
-
-    if llm.tokenizer is None:
-        raise InputError("this target has no tokenizer: name one with --tokenizer")
-    console = Console(stderr=True)
-    with console.status("reading data") as status:
-
-        def say(report: Report) -> None:
-            if report.lines % 500 == 0:
-                status.update(f"reading data: {report.lines:,} lines, {report.tokens:,} tokens")
-
-        longest = min(config.max_length, llm.target.context)
-        data = read(list(paths), llm.tokenizer, max_length=longest, heldout=config.heldout, on_line=say)
-    for problem in data.report.problems[:SHOWN_PROBLEMS]:
-        note(problem)
-    if len(data.report.problems) > SHOWN_PROBLEMS:
-        note(f"and {len(data.report.problems) - SHOWN_PROBLEMS} lines more that cannot be used")
-    note(str(data.report))
-    return data
 
 
 def _report(outcome: Outcome, folder: str, config: TrainConfig) -> None:

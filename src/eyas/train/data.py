@@ -104,8 +104,8 @@ class Report:
 class Data:
     """What `read` returns."""
 
-    train: Examples
-    heldout: Examples
+    train: Sequence[Example]
+    heldout: Sequence[Example]
     report: Report
     sha256: str  # of the files, see data_hash
 

@@ -1,11 +1,12 @@
-"""n-alpha and tau of EAGLE-1 (chain, static tree) and EAGLE-2 (dynamic tree) on chats, greedily; the tables of docs/results.md.
+"""n-alpha and tau of EAGLE-1 (chain, static tree), EAGLE-2 and EAGLE-3 (chains, dynamic trees) on chats; the tables of docs/results.md.
 
     python runs/acceptance.py --chats HELDIN.jsonl.gz --output docs/results/acceptance_embedded.json
-    python runs/acceptance.py --chats HELDIN.jsonl.gz --target DIR --draft DIR --output docs/results/acceptance_other.json
+    python runs/acceptance.py --chats HELDIN.jsonl.gz --temperature 1 --output docs/results/acceptance_embedded_t1.json
+    python runs/acceptance.py --chats HELDIN.jsonl.gz --target DIR --draft DIR --draft3 DIR --output docs/results/acceptance_other.json
 
 Every chat's last user turn is answered by every method; texts are compared token by token with plain decoding. Replies in which more than
 20 % of the 8-grams are repeats are reported apart: loops flatter every method. Intervals: 95 %, bootstrap over chats (paired for
-differences), seeded. Interrupted runs go on where they stopped.
+differences), seeded. At T > 0 every method but the drawn static tree returns plain decoding's own ids. Interrupted runs go on where they stopped.
 """
 
 from __future__ import annotations
@@ -26,24 +27,39 @@ from rich.progress import track
 from scipy.stats import bootstrap
 
 import eyas
+from eyas import checkpoints, tiny
 from eyas.decode import Decoder
 from eyas.drafters import Drafter, find
 from eyas.drafters._base import options_from
+from eyas.target import Target
 from eyas.train.alpha import acceptance_by_depth
 
+DYNAMIC = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}
+CHAIN = {"tree.nodes": 6, "tree.depth": 5, "tree.branch": 1}
 METHODS = {
     "vanilla": ("vanilla", {}),
     "eagle1 chain": ("eagle1", {"tree.choices": "chain-5"}),
     "eagle1 static tree": ("eagle1", {"tree.choices": "reference"}),
-    "eagle2 dynamic tree": ("eagle2", {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}),
+    "eagle2 dynamic tree": ("eagle2", DYNAMIC),
+    "eagle3 chain": ("eagle3", CHAIN),
+    "eagle3 dynamic tree": ("eagle3", DYNAMIC),
 }
 
 
-def variant(head: Drafter, method: str, options: dict[str, object]) -> Drafter:
-    """The same head under another method."""
+def drafter_of(target: Target, method: str, options: dict[str, object], head: str | None) -> Drafter:
     kind = find(method)
-    chosen = options_from(kind.Options, options)
-    return kind(head.target, chosen, head.net, head.shape, head.embed_tokens) if kind.needs_weights else kind(head.target, chosen)
+    weights = checkpoints.load(head) if kind.needs_weights else None
+    return kind.load(weights, target, options_from(kind.Options, options))
+
+
+def drafters_of(target: Target, heads: dict[str, str | None]) -> dict[str, Drafter]:
+    """Every method that has a head."""
+    found = {}
+    for name, (method, options) in METHODS.items():
+        head = heads.get("eagle3" if method == "eagle3" else "eagle1")
+        if head or not find(method).needs_weights:
+            found[name] = drafter_of(target, method, options, head)
+    return found
 
 
 def repeated_share(tokens: list[int], n: int = 8) -> float:
@@ -53,7 +69,7 @@ def repeated_share(tokens: list[int], n: int = 8) -> float:
 
 
 def answer(llm: eyas.LLM, drafter: Drafter, messages: list[dict[str, str]], new_tokens: int, temperature: float) -> dict[str, object]:
-    request, _ = llm.request(messages, max_new_tokens=new_tokens, temperature=temperature)
+    request, _ = llm.request(messages, max_new_tokens=new_tokens, temperature=temperature, seed=len(messages[-1]["content"]))
     decoder, steps, began = Decoder(llm.target, drafter), [], time.perf_counter()
     decoder.add(request)
     while not decoder.finished:
@@ -98,9 +114,10 @@ def summary(rows: dict[str, list[dict]]) -> dict[str, object]:
             counts = np.array([r["by_depth"] for r in kept], float)  # chats, depth, (reached, accepted)
             out[name]["n-alpha"] = [interval(counts[:, d, 1], counts[:, d, 0]) for d in range(5)]
     decoded = [i for i, r in enumerate(rows["vanilla"]) if r["cycles"]]
-    names = [n for n in rows if n != "vanilla"]
+    chains, trees = ([n for n in rows if ("chain" in n) == chain and n != "vanilla"] for chain in (True, False))
     out["tau differences"] = {
-        f"{b} - {a}": difference([rows[a][i] for i in decoded], [rows[b][i] for i in decoded]) for a, b in pairwise(names)
+        f"{b} - {a}": difference([rows[a][i] for i in decoded], [rows[b][i] for i in decoded])
+        for a, b in [*pairwise(trees), *pairwise(chains), (chains[0], trees[0])]
     }
     return out
 
@@ -110,15 +127,17 @@ def main() -> None:
     parser.add_argument("--chats", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--target")
-    parser.add_argument("--draft")
+    parser.add_argument("--draft", help="the head of EAGLE-1 and EAGLE-2; default: the embedded model's")
+    parser.add_argument("--draft3", help="the head of EAGLE-3; default: the embedded model's")
     parser.add_argument("--limit", type=int, default=300)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    llm = eyas.load(args.target, args.draft)
+    llm = eyas.load(args.target, method="vanilla")
     with gzip.open(args.chats, "rt") as f:
         chats = [json.loads(line)["conversations"] for line in f][: args.limit]
-    drafters = {name: variant(llm.drafter, method, options) for name, (method, options) in METHODS.items()}
+    embedded = {"eagle1": str(tiny.FOLDER / "eagle1"), "eagle3": str(tiny.FOLDER / "eagle3")} if args.target is None else {}
+    drafters = drafters_of(llm.target, {"eagle1": args.draft or embedded.get("eagle1"), "eagle3": args.draft3 or embedded.get("eagle3")})
     raw = args.output.with_suffix(".raw.jsonl")
     raw.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
@@ -130,8 +149,8 @@ def main() -> None:
             row = {name: answer(llm, d, turns[: last + 1], args.max_new_tokens, args.temperature) for name, d in drafters.items()}
             done.append(row)
             print(json.dumps(row), file=f, flush=True)
-    rows = {name: [d[name] for d in done] for name in METHODS}
-    same = {name: sum(a["tokens"] == v["tokens"] for a, v in zip(rows[name], rows["vanilla"], strict=True)) for name in METHODS}
+    rows = {name: [d[name] for d in done] for name in drafters}
+    same = {name: sum(a["tokens"] == v["tokens"] for a, v in zip(rows[name], rows["vanilla"], strict=True)) for name in drafters}
     loops = [repeated_share(v["tokens"]) > 0.2 for v in rows["vanilla"]]
 
     def part(wanted: bool) -> dict[str, object]:

@@ -12,9 +12,10 @@ import gzip
 import json
 from pathlib import Path
 
-from acceptance import answer, difference, variant
+from acceptance import answer, difference, drafter_of
 
 import eyas
+from eyas import tiny
 
 STATIC = "static"
 SHAPES = {STATIC: ("eagle1", {"tree.choices": "reference"})} | {
@@ -30,11 +31,11 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--limit", type=int)
     args = parser.parse_args()
-    llm = eyas.load(args.target, args.draft)
+    llm = eyas.load(args.target, method="vanilla")
     with gzip.open(args.chats, "rt") as f:
         chats = [json.loads(line)["conversations"] for line in f][1::5][: args.limit]
     rows: dict[str, list[dict]] = {name: [] for name in SHAPES}
-    drafters = {name: variant(llm.drafter, *how) for name, how in SHAPES.items()}
+    drafters = {name: drafter_of(llm.target, *how, args.draft or str(tiny.FOLDER / "eagle1")) for name, how in SHAPES.items()}
     for turns in chats:
         last = max(j for j, turn in enumerate(turns) if turn["role"] == "user")
         for name, drafter in drafters.items():

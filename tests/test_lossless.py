@@ -100,16 +100,20 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
         assert tokens == alone, f"{rows} rows"
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle2"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
     """Guards commits of a real head at depth: with the feature handed through (fc = [0, 1], layer = 0) the draft repeats the last law, so
     on a greedy loop whole paths are accepted; ids stay those of the plain loop."""
     target = Target(model("llama"))
-    drafter = make(name, target)
-    with torch.no_grad():
-        for weight in drafter.net.parameters():
-            weight.zero_()
-        drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
+    if name in ("eagle3", "seagle"):
+        kind = drafters.find(name)
+        drafter = kind.fresh(target, options_from(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))  # which is what `fresh` does
+    else:
+        drafter = make(name, target)
+        with torch.no_grad():
+            for weight in drafter.net.parameters():
+                weight.zero_()
+            drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
     pairs = requests("llama", 8, LAWS)
     tokens, steps = run(Decoder(target, drafter, 3), [r for r, _ in pairs])
     for (request, expected), got in zip(pairs, tokens, strict=True):
@@ -130,6 +134,27 @@ def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
     """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
     drafter = make("eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch})
     check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7])
+def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
+    """Guards the map from draft ids to the target's, and trees that are smaller than asked for because the vocabulary is."""
+    target, kind = Target(model("llama")), drafters.find("eagle3")
+    counts = torch.arange(target.vocab_size) % 11
+    options = options_from(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})
+    drafter = kind.fresh(target, options, 1, counts)
+    assert drafter.draft_ids_v.tolist() == [10 + 11 * i for i in range(vocabulary)]
+    pairs = requests("llama", 4, LAWS)
+    check("llama", drafter, 2, pairs)
+    trees = [s.draft for s in run(Decoder(target, drafter), [pairs[0][0]])[1] if s.draft is not None]
+    assert {int(t) for draft in trees for t in draft.tokens_BN[0, 1:]} <= set(drafter.draft_ids_v.tolist())
+
+
+@pytest.mark.parametrize(("method", "options"), [("eagle1", {}), ("eagle2", TREE), ("eagle3", OPTIONS["eagle3"])])
+def test_every_eagle_with_a_window(method: str, options: dict[str, object]) -> None:
+    """Guards `--window.*` for each of them, at several rows of different ages."""
+    drafter = make(method, Target(model("llama")), **{**options, "window.size": 5, "window.sink": 1})
+    check("llama", drafter, 3, requests("llama", 6, (GREEDY,)))
 
 
 def test_against_generate() -> None:

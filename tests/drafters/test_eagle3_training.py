@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import zoo
 from eyas import checkpoints
-from eyas.drafters._base import Batch
+from eyas.decode import Decoder, Request
+from eyas.drafters._base import Batch, options_from
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
 from eyas.nn import Documents
 from eyas.target import Target
@@ -57,3 +59,86 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     for theirs, ours in PUBLISHED.items():
         expected = tensors[f"eagle3.grad.{theirs}"]
         torch.testing.assert_close(parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, ours=ours: f"{ours}: {text}")
+
+
+@pytest.fixture(scope="module")
+def tiny_target() -> Target:
+    torch.set_num_threads(1)
+    return Target(zoo.tiny("llama"))
+
+
+VARIANTS = {
+    "plain": {},
+    "eagle-3.1": {"head.fc_norm": True, "head.norm_output": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cycles", [1, 4])
+def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, tiny_target: Target) -> None:
+    """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i of the training-time test, at the newest
+    slot and given the drafted tokens, has the hidden state that the chain had at depth i."""
+    options = {**VARIANTS[variant], "tree.nodes": 6, "tree.depth": 5, "tree.branch": 1, "head.layers": "0,1,3"}
+    drafter = Method.random(tiny_target, options_from(Method.Options, options), seed=3)
+    outputs: list[torch.Tensor] = []
+    drafter.net.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
+    decoder, tokens = Decoder(tiny_target, drafter), list(range(3, 20))
+    decoder.add(Request(tuple(tokens), 30))
+    for _ in range(cycles):
+        outputs.clear()
+        prefix = list(tokens)  # what is committed when the cycle begins, its newest token included
+        steps = decoder.step()
+        for step in steps:
+            tokens += step.tokens
+            prefix += step.tokens if step.prefill else ()
+    drafted = steps[-1].draft.tokens_BN[0].tolist()
+    ids = torch.tensor([*prefix, *drafted[1:]])
+    with torch.no_grad():
+        features = tiny_target.encode(ids[None], drafter.wants)[0]
+        row = torch.tensor([len(prefix) - 2])  # the pair (feature before the root, root)
+        hidden = drafter.net.rehearse(
+            features, lambda index: drafter.embed(ids[index]), row, Documents((len(ids),)), 5
+        )  # fmt: skip
+    assert len(outputs) == 5
+    assert len(steps[-1].path) == 1, "a random head accepts nothing, so one pair is read"
+    torch.testing.assert_close(outputs[0][0], hidden[0][0], atol=1e-5, rtol=1e-4)
+    for level in range(1, 5):
+        torch.testing.assert_close(outputs[level][0], hidden[level][0], atol=1e-5, rtol=1e-4)
+
+
+def test_only_rows_that_count_are_worked_out(tiny_target: Target) -> None:
+    """Guards the choice of rows, marks and documents: the loss of a packed batch is that of its documents apart, and what stands before,
+    between and behind the counted tokens changes only keys. Against the sum over every slot and step, one document at a time."""
+    options = options_from(Method.Options, {"ttt.steps": 3, "head.layers": "0,1,3", "ttt.feature": 0.5})
+    drafter = Method.random(tiny_target, options, seed=3, draft_ids_v=torch.arange(0, tiny_target.vocab_size, 2))
+    generator = torch.Generator().manual_seed(0)
+    lengths, ids = (9, 4, 14), torch.randint(tiny_target.vocab_size, (27,), generator=generator)
+    counted = torch.rand(27, generator=generator) < 0.5
+    counted[torch.tensor([0, 1, 9, 10, 13, 14])] = False  # nothing foresees the first two of a document
+    features = torch.cat([tiny_target.encode(part[None], drafter.studies)[0] for part in ids.split(lengths)])
+    whole = drafter.loss(Batch(ids, features, counted, Documents(lengths)))
+    total, count, right = 0.0, 0, 0
+    for part, feature, mark in zip(ids.split(lengths), features.split(lengths), counted.split(lengths), strict=True):
+        n = len(part)
+        with torch.no_grad():
+            every = drafter.net.rehearse(
+                feature[:, : 3 * tiny_target.hidden_size], lambda index, part=part: drafter.embed(part[index]), torch.arange(n),
+                Documents((n,)), 3,
+            )  # fmt: skip
+            final = feature[:, 3 * tiny_target.hidden_size :]
+            true = tiny_target.head(final)
+        for i in range(3):
+            for t in range(n - 2 - i):
+                u = t + 2 + i
+                best = int(true[u - 1].argmax())
+                if not mark[u] or best % 2:
+                    continue
+                normed = drafter.net.normed(every[i][t])
+                log_q, p = drafter.net.head(normed).detach().log_softmax(-1), true[u - 1, ::2].softmax(-1)
+                near = torch.nn.functional.smooth_l1_loss(normed, final[u - 1])
+                total += 0.8**i * float(-(p * log_q).sum() + 0.5 * near)
+                count += i == 0
+                right += i == 0 and int(log_q.argmax()) * 2 == best
+    assert float(whole.total.detach()) == pytest.approx(total, rel=1e-4)
+    assert int(whole.count) == count > 0
+    assert int(whole.sums["accuracy"]) == right

@@ -76,8 +76,8 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cycles", [1, 4])
 def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, tiny_target: Target) -> None:
-    """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i of the training-time test, at the newest
-    slot and given the drafted tokens, has the hidden state that the chain had at depth i."""
+    """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i of the training-time test, at the
+    newest slot and given the drafted tokens, has the hidden state that the chain had at depth i."""
     options = {**VARIANTS[variant], "tree.nodes": 6, "tree.depth": 5, "tree.branch": 1, "head.layers": "0,1,3"}
     drafter = Method.random(tiny_target, options_from(Method.Options, options), seed=3)
     outputs: list[torch.Tensor] = []
@@ -133,7 +133,7 @@ def test_only_rows_that_count_are_worked_out(tiny_target: Target) -> None:
                 best = int(true[u - 1].argmax())
                 if not mark[u] or best % 2:
                     continue
-                normed = drafter.net.normed(every[i][t])
+                normed = drafter.net.normed(every[i][t]).detach()
                 log_q, p = drafter.net.head(normed).detach().log_softmax(-1), true[u - 1, ::2].softmax(-1)
                 near = torch.nn.functional.smooth_l1_loss(normed, final[u - 1])
                 total += 0.8**i * float(-(p * log_q).sum() + 0.5 * near)

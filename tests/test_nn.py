@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
+from eyas.nn._packed import flex_packed_attention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
@@ -39,12 +41,24 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
 
     q, k, v, later = draw(9, 4, 3), draw(13, 2, 3), draw(13, 2, 3), (draw(steps, 9, 2, 3), draw(steps, 9, 2, 3))
     rows_M = torch.tensor(rows)
-    mine = packed_attention(q, k, v, rows_M, documents.blocks(rows_M), later if steps else None)
+    mine = packed_attention(q, k, v, documents.asking(rows_M), later if steps else None)
     theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
     torch.testing.assert_close(mine, theirs)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
     for one, other in zip(torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(theirs, inputs, outer), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_flex_attention_says_the_same(steps: int) -> None:
+    """The way that CUDA takes, its forward (FlexAttention has no backward on a CPU), uncompiled."""
+    generator, documents = torch.Generator().manual_seed(1), Documents((5, 1, 7))
+    asking = documents.asking(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
+    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((9, 4, 16), (13, 2, 16), (13, 2, 16)))
+    later = tuple(torch.randn(steps, 9, 2, 16, generator=generator) for _ in range(2)) if steps else None
+    with torch.no_grad():
+        mine = flex_packed_attention(q, k, v, asking, later, flex_attention)
+        torch.testing.assert_close(mine, packed_attention(q, k, v, asking, later), atol=1e-5, rtol=1e-4)
 
 
 def test_documents() -> None:
@@ -62,12 +76,12 @@ N, H = {N}, 4
 q, k, v = (torch.randn(N, H, 16, requires_grad=True) for _ in range(3))
 later = [torch.randn(6, N, H, 16, requires_grad=True) for _ in range(2)]
 rows = torch.arange(N)
-blocks = Documents((N,)).blocks(rows)
+asking = Documents((N,)).asking(rows)
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = kilobytes("VmRSS")
-packed_attention(q, k, v, rows, blocks, tuple(later)).sum().backward()
+packed_attention(q, k, v, asking, tuple(later)).sum().backward()
 print(kilobytes("VmHWM") - before)
 """
 

@@ -118,7 +118,7 @@ class Net(nn.Module):
         x_ND, position_N = self.join(features_ND, embeddings_ND), documents.position_N(features_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
         keys = attention.keys(x_ND, position_N)
-        return self.layer.finish(x_MD, attention.over(x_MD, position_N[rows_M], rows_M, documents.blocks(rows_M), keys))
+        return self.layer.finish(x_MD, attention.over(x_MD, position_N[rows_M], documents.asking(rows_M), keys))
 
 
 class Method(EagleMethod):

@@ -4,9 +4,9 @@ This room knows no method and no target.
 """
 
 from eyas.nn._layers import Attention, DecoderLayer, DraftCache, Keys, LayerShape, RMSNorm, SwiGLU, rope, rope_frequencies
-from eyas.nn._packed import Documents, packed_attention
+from eyas.nn._packed import Asking, Documents, packed_attention
 
 __all__ = [
-    "Attention", "DecoderLayer", "Documents", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "packed_attention", "rope",
+    "Asking", "Attention", "DecoderLayer", "Documents", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "packed_attention", "rope",
     "rope_frequencies",
 ]  # fmt: skip

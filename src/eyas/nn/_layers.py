@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.nn._packed import packed_attention
+from eyas.nn._packed import Asking, packed_attention
 
 __all__ = ["Attention", "DecoderLayer", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
 
@@ -38,7 +38,6 @@ class LayerShape:
 
 
 Keys = tuple[Tensor, Tensor]  # keys and values
-Blocks = tuple[tuple[int, int, int, int], ...]  # of Documents.blocks
 
 
 class DraftCache(Protocol):
@@ -125,10 +124,10 @@ class Attention(nn.Module):
         out_RHNh = F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=mask_R1NW, enable_gqa=grouped)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def over(self, x_MD: Tensor, position_M: Tensor, rows_M: Tensor, blocks: Blocks, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
-        """While training: attention of the rows `rows_M` to a packed row's keys, and to those of later steps at the same rows."""
+    def over(self, x_MD: Tensor, position_M: Tensor, asking: Asking, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
+        """While training: attention of the rows that ask to a packed row's keys, and to those of later steps at the same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
-        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, rows_M, blocks, pair)
+        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, asking, pair)
         return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
     def keys(self, x_MD: Tensor, position_M: Tensor) -> Keys:

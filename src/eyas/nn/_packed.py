@@ -16,15 +16,17 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-__all__ = ["Documents", "packed_attention"]
+__all__ = ["Asking", "Documents", "flex_packed_attention", "packed_attention"]
 
 BLOCK = 128  # rows that ask at a time
 
@@ -52,11 +54,9 @@ class Documents:
         """int64: place within the document."""
         return torch.arange(self.tokens, device=device) - self.begin_N(device)
 
-    def blocks(self, rows_M: Tensor) -> tuple[tuple[int, int, int, int], ...]:
-        """(first row that asks, the one behind the last, first key, the one behind the last), for rows in ascending order."""
-        found, first = [], 0
-        rows = rows_M.tolist()
-        bound = 0
+    def asking(self, rows_M: Tensor) -> Asking:
+        """Which tokens ask, int64, ascending."""
+        found, first, bound, rows = [], 0, 0, rows_M.tolist()
         for length in self.lengths:
             begin, bound = bound, bound + length
             while first < len(rows) and rows[first] < bound:
@@ -65,26 +65,69 @@ class Documents:
                     last += 1
                 found.append((first, last, begin, rows[last - 1] + 1))
                 first = last
-        return tuple(found)
+        return Asking(rows_M, self.begin_N(rows_M.device)[rows_M], self.tokens, tuple(found))
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The rows of a packed batch that are queries; made once for all steps."""
+
+    rows_M: Tensor
+    begin_M: Tensor  # the first token of each one's document
+    tokens: int  # N
+    blocks: tuple[tuple[int, int, int, int], ...]  # (first row that asks, the one behind the last, first key, the one behind the last)
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """What FlexAttention reads."""
+        rows_M, begin_M = self.rows_M, self.begin_M
+
+        def visible(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            return (n <= rows_M[m]) & (n >= begin_M[m])
+
+        return create_block_mask(visible, None, None, len(rows_M), self.tokens, device=rows_M.device)
 
 
 def packed_attention(
-    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, rows_M: Tensor, blocks: Sequence[tuple[int, int, int, int]],
-    later_IMKh: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention [M, H, h] of the rows `rows_M`, causal within documents, and to the keys of later steps at the same row.
+    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, asking: Asking, later_IMKh: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Attention [M, H, h] of the rows that ask, causal within documents, and to the keys of later steps at the same row.
+
+    On CUDA by FlexAttention, which has no backward on a CPU; elsewhere by `_Packed`.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
-        rows_M: int64, ascending: which of the N tokens ask.
-        blocks: `Documents.blocks(rows_M)`.
         later_IMKh: keys and values of the steps 1..I at the rows that ask.
     """
+    if q_MHh.is_cuda:
+        return flex_packed_attention(q_MHh, key_NKh, value_NKh, asking, later_IMKh, _compiled_flex())
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
-    out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, rows_M, tuple(blocks))  # type: ignore[no-untyped-call]
+    out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, asking.rows_M, asking.blocks)  # type: ignore[no-untyped-call]
     return out
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_packed_attention(
+    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, asking: Asking, later_IMKh: tuple[Tensor, Tensor] | None, flex: Callable[..., Any]
+) -> Tensor:
+    """The same by FlexAttention: what it finds among the step-0 keys, and the later values, weighed by their shares of the softmax."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_MHh, key_NKh, value_NKh))
+    out_1HMh, aux = flex(q, k, v, block_mask=asking.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
+    out_MHh, lse_MKg = out_1HMh[0].transpose(0, 1), aux.lse[0].T.unflatten(1, (key_NKh.shape[1], -1))
+    if later_IMKh is None:
+        return out_MHh  # type: ignore[no-any-return]
+    keys_IMKh, values_IMKh = later_IMKh
+    later_IMKg = _later_scores(q_MHh, keys_IMKh)
+    whole_MKg = torch.logaddexp(lse_MKg, later_IMKg.logsumexp(0))
+    first = out_MHh.unflatten(1, lse_MKg.shape[1:]) * (lse_MKg - whole_MKg).exp()[..., None]
+    mixed = first + ((later_IMKg - whole_MKg).exp()[..., None] * values_IMKh[:, :, :, None]).sum(0)
+    return mixed.flatten(1, 2).to(q_MHh.dtype)  # type: ignore[no-any-return]
 
 
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:

@@ -30,7 +30,7 @@ class ToyTarget:
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table, self.weight = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
-        self.seed, self.name, self.device, self.dtype = seed, "toy", torch.device("cpu"), torch.float32
+        self.seed, self.name, self.device, self.dtype, self.context = seed, "toy", torch.device("cpu"), torch.float32, 64
 
     def encode(self, tokens_RT: Tensor, wants: Any) -> Tensor:
         assert wants == (1,)

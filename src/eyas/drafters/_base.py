@@ -101,6 +101,7 @@ class Drafter(ABC):
         trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
         needs_weights: whether it has a net that must be loaded.
         trainable: whether `loss` is there.
+        recompute: whether `loss` works activations out again in the backward instead of keeping them; None: it has no such choice.
     """
 
     Options: ClassVar[type] = NoOptions
@@ -110,6 +111,7 @@ class Drafter(ABC):
     wants: tuple[int, ...] = ()
     net: nn.Module | None = None
     trained_length: int | None = None
+    recompute: bool | None = None
 
     @property
     def studies(self) -> tuple[int, ...]:

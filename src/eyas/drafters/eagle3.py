@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
@@ -150,13 +151,15 @@ class Net(nn.Module):
         return self.finish(residual_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
 
     def rehearse(
-        self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
-    ) -> list[Tensor]:
+        self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
+        recompute: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
         """While training: the hidden [M, D] of some rows after each step of the training-time test.
 
         Args:
             embed: index of a packed token [M] -> its embedding [M, D].
             rows_M: ascending; the others lend keys and values only.
+            recompute: keep of a step its inputs, keys and values only, and work the rest out again in the backward.
         """
         N, attention = len(features_NF), self.layer.attention
         position_N, blocks = documents.position_N(features_NF.device), documents.blocks(rows_M)
@@ -164,12 +167,15 @@ class Net(nn.Module):
         x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
         first: Keys = attention.keys(x_ND, position_N)
         x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
+
+        def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
+            return self.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, rows_M, blocks, first, later[:i]))
+
         for i in range(steps):
-            position_M = position_N[rows_M] + i
             if i:
                 x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
-                later.append(attention.keys(x_MD, position_M))
-            hidden.append(self.finish(residual_MD, attention.over(x_MD, position_M, rows_M, blocks, first, later)))
+                later.append(attention.keys(x_MD, position_N[rows_M] + i))
+            hidden.append(checkpoint(attend, x_MD, residual_MD, i, use_reentrant=False) if recompute else attend(x_MD, residual_MD, i))
         return hidden
 
 
@@ -177,6 +183,7 @@ class Method(EagleMethod):
     """EAGLE-3 with EAGLE-2's dynamic tree."""
 
     Options: ClassVar[type] = Options
+    recompute = False
     summary = "EAGLE-3: fused features of three layers, trained on its own outputs, dynamic tree"
     net: Net
 
@@ -362,7 +369,7 @@ class Method(EagleMethod):
 
         if self.net.head is None:
             raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
-        hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps))
+        hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps, bool(self.recompute)))
         normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
         guesses = draft_cross_entropy(
             normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v

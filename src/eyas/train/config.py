@@ -14,40 +14,48 @@ from eyas.train.data import Batches
 
 __all__ = ["TrainConfig"]
 
-SCHEDULES = ("linear", "cosine", "constant")
-PRECISIONS = ("bf16", "float32")
+NAMES = {
+    "schedule": ("linear", "cosine", "constant"), "precision": ("auto", "bf16", "float32"), "optimizer": ("adamw", "muon"),
+    "parallel": ("fsdp", "ddp"),
+}  # fmt: skip
+TRACKERS = ("tensorboard", "wandb")
+FREE = ("save_every", "log_every", "log", "parallel", "checkpointing")  # may differ when a run is resumed: the weights stay what they are
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How a head is trained. OptionError for impossible values.
 
-    A step is one update of the weights; it reads `accumulation` batches. The length of a run is given by one of `steps`, `epochs` and
-    `tokens`, one epoch if by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its learning rate of 3e-5 was for
-    800,000 steps, shorter runs want a higher one.
+    A step is one update of the weights; it reads `accumulation` batches, however many processes share them. The length of a run is given
+    by one of `steps`, `epochs` and `tokens`, one epoch if by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its
+    learning rate of 3e-5 was for 800,000 steps, shorter runs want a higher one.
     """
 
     lr: float = 5e-4  # the highest learning rate, after warm-up
     min_lr_share: float = 0.05  # where the schedule ends, as a share of lr
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     warmup_steps: int | None = None  # linear rise to lr; None: a twentieth of the steps, at most 2,000
-    betas: tuple[float, float] = (0.9, 0.95)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the net, at the same lr; AdamW for all other weights
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = 0.0
     clip: float = 0.5  # largest norm of the gradient; 0 = no clipping
     steps: int | None = None
     epochs: float | None = None  # passes over the training examples
     tokens: int | None = None  # tokens read, padding not counted
     batch_tokens: int = 8192  # tokens of a batch, padding included
-    accumulation: int = 1  # batches of a step
+    accumulation: int = 1  # batches of a step, of all processes together
     max_length: int = 2048  # tokens of an example (used by data.read)
     heldout: float = 0.05  # share of the lines kept apart (used by data.read)
     heldout_tokens: int = 50_000  # tokens of an evaluation, at most about
-    precision: Literal["bf16", "float32"] = "bf16"  # bf16: autocast; weights and their updates stay float32
+    precision: Literal["auto", "bf16", "float32"] = "auto"  # bf16: autocast, weights stay float32; auto: where the machine has bf16
+    checkpointing: bool = False  # work out a step's activations again in the backward: less memory, more time
+    parallel: Literal["fsdp", "ddp"] = "fsdp"  # several processes (torchrun): each holds a part of the weights, or all of them
     seed: int = 0
     eval_every: int = 200  # steps between evaluations; 0 = at the end only
     save_every: int = 200  # steps between saved states; 0 = at the end only
     log_every: int = 10  # steps that a line of the log is the mean of
     patience: int = 0  # evaluations without a better held-out loss after which the run ends; 0 = never
+    log: str = ""  # where else than log.jsonl the losses go: tensorboard, wandb, or both with a comma
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
@@ -63,9 +71,12 @@ class TrainConfig:
             value = getattr(self, name)
             optional = value is None and name in ("steps", "tokens", "warmup_steps")
             _require(optional or (_whole(value) and value >= least), name, f"must be a whole number, {least} or more", self)
-        for name, known in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
+        for name, known in NAMES.items():
             value = getattr(self, name)
             _require(value in known, name, f"is unknown; {near(str(value), known)}", self)
+        for tracker in self.trackers:
+            _require(tracker in TRACKERS, "log", f"knows {' and '.join(TRACKERS)}", self)
+        _require(isinstance(self.checkpointing, bool), "checkpointing", "is true or false", self)
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -74,6 +85,22 @@ class TrainConfig:
             raise OptionError(f"{' and '.join(given)} each say how long the training is; give one of them")
         if self.batch_tokens < self.max_length:
             raise OptionError(f"batch_tokens is {self.batch_tokens}, less than one example of max_length {self.max_length}; raise it")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        return tuple(name for name in (part.strip() for part in self.log.split(",")) if name)
+
+    def check_processes(self, count: int) -> None:
+        """OptionError when that many processes cannot share a step's batches evenly, or its update."""
+        if self.accumulation % count:
+            raise OptionError(
+                f"{count} processes do not divide the {self.accumulation} batches of a step: accumulation must be a multiple of {count}"
+            )
+        if count > 1 and (self.optimizer, self.parallel) == (
+            "muon",
+            "fsdp",
+        ):  # torch's works on shards, but rounds sums of them to bfloat16
+            raise OptionError("muon works on whole matrices, which no process has with fsdp: with several processes give it parallel ddp")
 
     def total_steps(self, batches: Batches) -> int:
         """How many steps the run has with this data; OptionError when warm-up would not end."""
@@ -109,8 +136,8 @@ class TrainConfig:
         return self.lr * (left if self.schedule == "constant" else self.min_lr_share + (1 - self.min_lr_share) * left)
 
     def differences(self, then: dict[str, Any]) -> list[str]:
-        """Where a saved run's options differ, for a message; how often it saves and logs is free."""
-        now = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("save_every", "log_every")}
+        """Where a saved run's options differ, for a message; those of `FREE` may."""
+        now = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
         now["betas"], then = list(self.betas), {**then, "betas": list(then.get("betas", ()))}
         return [f"{name} {then.get(name)!r} there, {value!r} now" for name, value in now.items() if then.get(name) != value]
 

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from eyas import __version__
 from eyas.train.state import write_text
 
-__all__ = ["versions", "write_record"]
+__all__ = ["options_of", "versions", "write_record"]
 
 
 def versions() -> dict[str, str]:
@@ -25,10 +26,20 @@ def versions() -> dict[str, str]:
     return {"eyas": __version__, "python": platform.python_version(), **libraries}
 
 
+def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"tree.nodes": 60}`: the fields of a dataclass, and of those in it."""
+    found: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        found.update(options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value})
+    return found
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """training.json, with the command line and the versions of this run, and the model card made of it.
 
-    The keys of `record` that the card reads: method, target, steps, step, tokens, seconds, examples, heldout.
+    The keys of `record` that the card reads: method, target, head, trained_length, options, steps, step, best_step, tokens, seconds,
+    processes, examples, heldout.
     """
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     whole = {**record, "command": command, "versions": versions()}
@@ -39,6 +50,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 def _card(record: Mapping[str, Any]) -> str:
     target, method = record["target"].get("name") or "the model it was trained on", record["method"]
     figures = "".join(f"| {name} | {value:.4f} |\n" for name, value in (record["heldout"] or {}).items())
+    facts = "".join(f"| {name} | {value} |\n" for name, value in _facts(record).items())
     table = f"On {record['examples']['heldout']:,} held-out examples:\n\n| | |\n|---|---|\n{figures}"
     return f"""# {method} draft head for {target}
 
@@ -47,9 +59,23 @@ What is generated is what the target alone generates; a head for another model o
 
     eyas generate "..." --target {target if record["target"].get("name") else "TARGET"} --draft THIS_FOLDER --method {method}
 
+| | |
+|---|---|
+{facts}
 Trained by eyas {record["versions"]["eyas"]} for {record["step"]:,} of {record["steps"]:,} steps, {record["tokens"]:,} tokens of \
 {record["examples"]["train"]:,} examples, in {record["seconds"] / 60:.1f} minutes; the weights are those of step {record["best_step"]:,}.
 Everything about the run is in `training.json`, its losses in `log.jsonl`.
 
 {table if figures else "Nothing was held out."}
 """
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, str]:
+    """What the head is like, as far as it is known."""
+    head, options, facts = record["head"], record["options"], dict[str, str]()
+    if "draft_vocab_size" in head:
+        facts["tokens that it can draft"] = f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}"
+    facts["longest sequence that it was trained on"] = f"{record['trained_length']:,} tokens"
+    facts["trained with"] = ", ".join(f"`{name}` {value}" for name, value in options.items()) or "no options"
+    facts["processes"] = str(record["processes"])
+    return facts

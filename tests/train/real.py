@@ -1,0 +1,99 @@
+"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a module.
+
+python -c 'from train import real; real.head_run("eagle3", FOLDER, steps=8)'
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zoo
+from eyas import checkpoints, drafters
+from eyas.drafters import Drafter
+from eyas.drafters._base import options_from
+from eyas.errors import EyasError
+from eyas.target import Target
+from eyas.train.config import TrainConfig
+from eyas.train.data import Example, Examples
+from eyas.train.loop import Outcome, train
+from eyas.train.vocab import count_tokens
+from train import toy
+
+OPTIONS: dict[str, dict[str, Any]] = {"eagle3": {"head.layers": "0,2,3", "head.draft_vocab": 12, "ttt.steps": 3}}
+CONFIG: dict[str, Any] = {
+    "lr": 3e-3, "steps": 6, "batch_tokens": 128, "max_length": 32, "accumulation": 2, "eval_every": 3, "save_every": 1, "log_every": 1,
+    "precision": "float32", "warmup_steps": 1,
+}  # fmt: skip
+
+
+def language(count: int, seed: int) -> Examples:
+    """Few tokens, each with two followers."""
+    generator, found = torch.Generator().manual_seed(seed), Examples()
+    for i in range(count):
+        ids = [1]
+        while len(ids) < 12 + i % 9:
+            ids.append(3 + (ids[-1] * 5 + int(torch.randint(2, (), generator=generator))) % 40)
+        found.append(Example(ids, [t >= 4 for t in range(len(ids))]))
+    return found
+
+
+def head(name: str, target: Target | None = None, **options: Any) -> Drafter:
+    """A head whose training begins, for `language`."""
+    kind, target = drafters.find(name), target or Target(zoo.tiny("llama"), "tiny-llama")
+    chosen = options_from(kind.Options, {**OPTIONS.get(name, {}), **options})
+    return kind.fresh(target, chosen, 1, count_tokens(language(30, 0), target.vocab_size))
+
+
+def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any) -> Outcome:
+    torch.set_num_threads(1)
+    config = TrainConfig(**{**CONFIG, **options})
+    return train(drafter or head(name), language(30, 0), language(6, 1), config, folder, progress=more)
+
+
+def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[str, Any]:
+    """A run of the toy or of a real method, interrupted by a signal once step `stop` is over; the outcome and the net."""
+
+    def interrupt(now: Any) -> None:
+        if now.step == stop and not now.note:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if name == "toy":
+        checkpoints.save = toy.save_toy  # type: ignore[assignment]
+        drafter: Drafter = toy.Toy()
+        outcome = toy.run(folder, drafter, more=interrupt, **{"log_every": 1, **options})  # type: ignore[arg-type]
+    else:
+        drafter = head(name)
+        outcome = head_run(name, folder, interrupt, drafter, **options)
+    assert drafter.net is not None
+    return {"outcome": outcome, "net": {key: value.detach().clone() for key, value in drafter.net.state_dict().items()}}
+
+
+def broken_run(folder: Path) -> str:
+    """A number of the second process is bad at step 4; what is said then."""
+    checkpoints.save, drafter = toy.save_toy, toy.Toy()  # type: ignore[assignment]
+    drafter.bad_from = 3 if os.environ["RANK"] == "1" else 10**9
+    try:
+        toy.run(folder, drafter)
+    except EyasError as error:
+        return str(error)
+    raise AssertionError("it went on")
+
+
+def dying_run(folder: Path) -> None:
+    """The second process is killed in the middle of its fourth step."""
+    drafter, losses = head("eagle1"), []
+    plain = drafter.loss
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        losses.append(1)
+        if os.environ["RANK"] == "1" and len(losses) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(batch, generator)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    head_run("eagle1", folder, None, drafter)

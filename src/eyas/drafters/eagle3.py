@@ -162,14 +162,14 @@ class Net(nn.Module):
             recompute: keep of a step its inputs, keys and values only, and work the rest out again in the backward.
         """
         N, attention = len(features_NF), self.layer.attention
-        position_N, blocks = documents.position_N(features_NF.device), documents.blocks(rows_M)
+        position_N, asking = documents.position_N(features_NF.device), documents.asking(rows_M)
         fused_ND = self.fuse(features_NF)
         x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
         first: Keys = attention.keys(x_ND, position_N)
         x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
 
         def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
-            return self.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, rows_M, blocks, first, later[:i]))
+            return self.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, asking, first, later[:i]))
 
         for i in range(steps):
             if i:

@@ -45,7 +45,7 @@ except SystemExit as end:
 
 
 def test_the_commands_are_the_files(run: Run) -> None:
-    assert set(cli.names()) == {"chat", "demo", "doctor", "features", "generate", "methods", "train"}
+    assert set(cli.names()) == {"chat", "demo", "doctor", "features", "generate", "methods", "regenerate", "train"}
     shown = run("--help")
     assert shown.exit_code == 0
     for name in cli.names():

@@ -13,11 +13,11 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from eyas.cli._errors import FULL
 from eyas.errors import EyasError, InputError, near
@@ -128,14 +128,26 @@ def _prompt(kind: str, value: Any) -> Any:
     return value
 
 
+class Keyed(Protocol):
+    """What a result is of."""
+
+    @property
+    def key(self) -> Mapping[str, str | int]: ...
+
+
 class Results:
     """Where results go: a file that is appended to, or stdout.
+
+    Args:
+        names: what names a result: it has one of these fields, as its first.
+        needs: a field that every result has.
 
     Raises InputError when the file cannot be written, or holds something else than results.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self.path, self.done, self.first = path, set[str](), dict[str, Any]()
+    def __init__(self, path: str | None, names: Sequence[str] = ("id", "line"), needs: str = "token_ids") -> None:
+        self.path, self.names, self.needs = path, names, needs
+        self.done, self.first = set[str](), dict[str, Any]()
         if path is None:
             return
         with told(path, "output file"):
@@ -147,7 +159,7 @@ class Results:
                 self._stream.close()
                 raise
 
-    def holds(self, task: Task) -> bool:
+    def holds(self, task: Keyed) -> bool:
         return json.dumps(task.key) in self.done
 
     def write(self, fields: Mapping[str, Any]) -> None:
@@ -173,24 +185,28 @@ class Results:
 
     def _read(self, path: Path) -> None:
         """Learn what is done already; cut off half a line at the end."""
-        content = path.read_bytes()
-        whole, newline, rest = content.rpartition(b"\n")
-        for number, raw in enumerate(whole.splitlines() if newline else [], start=1):
-            self._learn(raw, f"line {number}")
-        if rest:
-            try:
-                self._learn(rest, "its only line" if not newline else "its last line")
-                self._stream.write(b"\n")
-            except EyasError:
-                if not rest.startswith((b'{"id":', b'{"line":')):
-                    raise
-                self._stream.truncate(len(content) - len(rest))
+        end = 0
+        with open(path, "rb") as stream:
+            for number, raw in enumerate(stream, start=1):
+                if raw.endswith(b"\n"):
+                    self._learn(raw, f"line {number}")
+                    end += len(raw)
+                    continue
+                try:
+                    self._learn(raw, "its only line" if number == 1 else "its last line")
+                    self._stream.write(b"\n")
+                except EyasError:
+                    if not any(
+                        raw.startswith(begin) or begin.startswith(raw) for begin in (f'{{"{name}":'.encode() for name in self.names)
+                    ):
+                        raise
+                    self._stream.truncate(end)
 
     def _learn(self, raw: bytes, where: str) -> None:
         try:
             held = json.loads(raw)
-            key = {name: held[name] for name in ("id", "line") if name in held}
-            known = len(key) == 1 and "token_ids" in held
+            key = {name: held[name] for name in self.names if name in held}
+            known = len(key) == 1 and self.needs in held
         except (ValueError, TypeError):
             known = False
         if not known:

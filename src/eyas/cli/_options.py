@@ -21,6 +21,7 @@ import rich_click as click
 from rich.markup import escape
 
 __all__ = [
+    "LAW",
     "MODEL",
     "MODEL_BASE",
     "SAMPLING",
@@ -84,14 +85,18 @@ MODEL = stack(
     option("Model", "--method", metavar="NAME", help="How to draft: see `eyas methods`. Default: the best for this head."),
 )
 
-SAMPLING = stack(
-    option("Sampling", "--max-new-tokens", type=int, metavar="N", help="Default: 256, or what fits the context."),
+LAW = stack(
     option("Sampling", "--temperature", type=float, default=0.0, help="0: always the most probable token."),
     option("Sampling", "--top-k", type=int, default=0, help="Only the k most probable tokens; 0: all."),
     option("Sampling", "--top-p", type=float, default=1.0, help="Only the most probable tokens that hold this mass."),
     option("Sampling", "--min-p", type=float, default=0.0, help="Only tokens of at least this share of the best one's."),
     option("Sampling", "--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
     option("Sampling", "--seed", type=int, default=0, help="Same seed, same text."),
+)
+
+SAMPLING = stack(
+    option("Sampling", "--max-new-tokens", type=int, metavar="N", help="Default: 256, or what fits the context."),
+    LAW,
     option("Sampling", "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
 )
 SAMPLING_LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

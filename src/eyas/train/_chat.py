@@ -34,7 +34,7 @@ from eyas.text import ROLES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatReader", "Conversation", "normalise"]
+__all__ = ["ChatReader", "Conversation", "messages_of", "normalise"]
 
 Span = tuple[int, int]  # first and past the last character or token
 
@@ -52,20 +52,22 @@ class Conversation:
 
 
 def normalise(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line in OpenAI's or ShareGPT's form, as dicts with role and content; InputError when it has neither.
+    """The messages of a line up to the assistant's last reply: nothing counts in what comes after it. InputError when there is none."""
+    messages = messages_of(record)
+    replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if not replies:
+        raise InputError("no assistant's turn, so nothing to learn; drop the line")
+    return messages[: replies[-1] + 1]
 
-    Messages after the assistant's last reply are dropped: nothing in them counts.
-    """
+
+def messages_of(record: Any) -> list[dict[str, Any]]:
+    """The messages of a line in OpenAI's or ShareGPT's form, as dicts with role and content; InputError when it has neither."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))
     if not isinstance(turns, list):
         raise InputError('no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}')
-    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-    replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    if not replies:
-        raise InputError("no assistant's turn, so nothing to learn; drop the line")
-    return messages[: replies[-1] + 1]
+    return [_message(number, turn) for number, turn in enumerate(turns, start=1)]
 
 
 def _message(number: int, turn: Any) -> dict[str, Any]:

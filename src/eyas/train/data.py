@@ -41,7 +41,7 @@ from eyas.train._chat import ChatReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Data", "Example", "Examples", "Report", "data_hash", "read"]
+__all__ = ["Batches", "Data", "Example", "Examples", "Report", "data_hash", "is_json", "json_lines", "parse", "read"]
 
 END_OF_TEXT = "<|endoftext|>"
 FIRST_COUNTABLE = 2  # the first pair (feature of token 0, token 1) foresees token 2
@@ -173,8 +173,8 @@ class _Reader:
 
     def examples(self, file: Path) -> Iterator[tuple[bytes, Example]]:
         """(what the split hashes, example) for everything in the file that can be used."""
-        is_chat = _is_json(file)
-        for where, raw in _json_lines(file) if is_chat else _documents(file):
+        is_chat = is_json(file)
+        for where, raw in json_lines(file) if is_chat else _documents(file):
             self.report.lines += 1
             if self.on_line is not None:
                 self.on_line(self.report)
@@ -191,7 +191,7 @@ class _Reader:
                 yield key, example
 
     def _conversation(self, raw: bytes) -> Example:
-        conversation = self.chat.read(_parse(raw))
+        conversation = self.chat.read(parse(raw))
         ids, counted = conversation.ids[: self.max_length], conversation.counted[: self.max_length]
         if not any(counted[FIRST_COUNTABLE:]):
             first = conversation.counted.index(True) + 1
@@ -232,12 +232,13 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if packed else plain
 
 
-def _is_json(file: Path) -> bool:
+def is_json(file: Path) -> bool:
+    """Whether it holds conversations, by its name; else it is plain text."""
     name = file.name.lower().removesuffix(".gz")
     return name.endswith((".jsonl", ".ndjson", ".json"))
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """(where, JSON of one conversation); blank lines are passed over."""
     with _opened(file) as stream:
         if stream.peek(64).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
@@ -279,7 +280,8 @@ def _decode(raw: bytes) -> str:
         raise InputError(f"not UTF-8 at byte {error.start}; save the file as UTF-8 or drop the line") from error
 
 
-def _parse(raw: bytes) -> Any:
+def parse(raw: bytes) -> Any:
+    """The JSON of one line; InputError says why there is none."""
     try:
         return json.loads(_decode(raw))
     except json.JSONDecodeError as error:

@@ -6,7 +6,8 @@
 
 Every chat's last user turn is answered by every method; texts are compared token by token with plain decoding. Replies in which more than
 20 % of the 8-grams are repeats are reported apart: loops flatter every method. Intervals: 95 %, bootstrap over chats (paired for
-differences), seeded. At T > 0 every method but the drawn static tree returns plain decoding's own ids. Interrupted runs go on where they stopped.
+differences), seeded. At T > 0 every method but the drawn static tree returns plain decoding's own ids. Interrupted runs go on where they
+stopped.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def test_what_is_left_out(tmp_path: Path, form: str) -> None:
         "rms_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "max_positions": 512, "fc_bias": False, "qkv_bias": False,
         "act": "silu", "draft_vocab_size": len(IDS), "target_hidden_size": D, "num_features": 3, "feature_layers": None,
         "layer_ids_as_published": None, "norm_before_fc": False, "fc_norm": False, "norm_before_residual": False, "carries": "raw",
-        "head": "own",
+        "head": "own", "window": None,
     }  # fmt: skip
 
 
@@ -508,8 +508,6 @@ REFUSED: dict[str, tuple[Head, str]] = {
     "mlp_bias": (vllm(mlp_bias=True), "mlp_bias True: the MLP has biases"),
     "logit_scale": (vllm(logit_scale=0.5), "logit_scale 0.5: the logits are scaled"),
     "quantised": (specforge(quantization_config={"quant_method": "fp8"}), "has a quantization_config: quantised heads are not read"),
-    "window": (speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64}), "window of 64 tokens, which is not served"),
-    "window_by_flag": (vllm(use_sliding_window=True, sliding_window=64), "window of 64 tokens, which is not served"),
     "act": (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
     "dflash": (speculators(speculators_model_type="dflash"), "of the speculators type 'dflash'; .* heads of type 'eagle3' are read"),
     "peagle": (speculators(speculators_model_type="peagle"), "type 'peagle'"),
@@ -535,12 +533,18 @@ def test_refusals(tmp_path: Path, case: str) -> None:
     refused(tmp_path, *REFUSED[case])
 
 
-def test_windows_that_do_not_matter(tmp_path: Path) -> None:
-    """Guards against refusing heads whose config mentions a window that is off, or longer than the head was trained for."""
-    read(tmp_path, specforge(sliding_window=64, use_sliding_window=False))
-    read(tmp_path, specforge(sliding_window=None, use_sliding_window=True))
-    read(tmp_path, vllm(sliding_window=64, layer_types=["full_attention"]))
-    read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 512}))
+def test_windows(tmp_path: Path) -> None:
+    """Guards the window that a head's layer was trained with, as speculators does by default; one that is off, or longer than the head was
+    trained for, is none."""
+    assert read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64})).config["window"] == 64
+    assert read(tmp_path, vllm(use_sliding_window=True, sliding_window=64)).config["window"] == 64
+    for published in (
+        specforge(sliding_window=64, use_sliding_window=False),
+        specforge(sliding_window=None, use_sliding_window=True),
+        vllm(sliding_window=64, layer_types=["full_attention"]),
+        speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 512}),
+    ):
+        assert read(tmp_path, published).config["window"] is None
 
 
 @pytest.mark.parametrize("form", FORMS)

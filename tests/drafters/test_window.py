@@ -162,6 +162,15 @@ def test_the_default_window_is_what_the_head_was_trained_on(target: Target) -> N
         drafter.open(1)
 
 
+def test_a_head_that_was_trained_with_a_window_keeps_it(target: Target) -> None:
+    drafter = make(target, "eagle3")
+    drafter.trained_window = 12
+    assert drafter.window() == (0, 12)
+    again = type(drafter).load(drafter.weights(), target)
+    assert again.window() == again.chain(3).window() == (0, 12)
+    assert make(target, "eagle3", **{"window.size": 5}).window() == (4, 5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -131,6 +131,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         "fc_norm": config.get("fc_norm") or False,
         "norm_before_residual": config.get("norm_before_residual") or False,
         "carries": config.get("carries") or "raw",
+        "window": config.get("window"),
         "head": config.get("head") or "own",
     }
 
@@ -226,9 +227,8 @@ def assemble(
         "fc_bias": _bias(config, "bias", "fc.bias" in tensors, strict),
         "qkv_bias": _bias(config, attention, any(name in tensors for name in biases), strict),
     }
-    ours = complete({**base, **settings})
+    ours = complete({**base, **settings, "window": _window(config, base["max_positions"])})
     _refuse_sizes(ours, tensors)
-    _refuse_window(config, ours["max_positions"])
     reduced = ours["draft_vocab_size"] != ours["vocab_size"]
     alike = ours["target_hidden_size"] == ours["hidden_size"]
     if not strict and "lm_head.weight" not in tensors and not reduced and alike:
@@ -368,15 +368,11 @@ def _refuse_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Non
         raise CheckpointError(f'config.json names no smaller draft vocabulary, and d2t has {size} entries: add "draft_vocab_size": {size}')
 
 
-def _refuse_window(config: Mapping[str, Any], positions: int) -> None:
-    """A layer that sees a window only, shorter than the head was trained for."""
+def _window(config: Mapping[str, Any], positions: int) -> int | None:
+    """Tokens that the head's layer sees, where that is fewer than it was trained for."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get("use_sliding_window") is True
-    if windowed and isinstance(window, int) and window < positions:
-        raise CheckpointError(
-            f"config.json has a sliding window of {window} tokens, which is not served yet; to run the head over all tokens, as it was not "
-            'trained beyond the window, set "use_sliding_window" to false and "layer_types" to ["full_attention"]'
-        )
+    return window if windowed and isinstance(window, int) and 0 < window < positions else None
 
 
 def _refuse_dtypes(tensors: Mapping[str, Tensor]) -> None:

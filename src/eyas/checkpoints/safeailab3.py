@@ -123,6 +123,8 @@ def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
         published, extra = {**published, "architectures": [EXTENDED]}, {**extra, **vocab}
     else:
         published |= vocab
+    if ours["window"]:
+        published |= {"use_sliding_window": True, "sliding_window": ours["window"]}
     if ours["target_hidden_size"] != ours["hidden_size"]:
         published["target_hidden_size"] = ours["target_hidden_size"]
     eyas = {**(ours.get("eyas") or {}), **extra}

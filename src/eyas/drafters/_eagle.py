@@ -75,6 +75,7 @@ class EagleMethod(Drafter):
     draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where it is a smaller one
     embed_tokens: Tensor | None = None  # the head's own table, only where it differs from the target's
     default_window: ClassVar[bool] = False
+    trained_window: int | None = None  # pairs that its layer saw in training, where that was not everything
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,8 +105,12 @@ class EagleMethod(Drafter):
     def window(self) -> tuple[int, int] | None:
         """(sink, size) of the draft's window, or None."""
         window: Window = self.options.window
-        if window.size is not None or not self.default_window:
-            return None if window.size is None else (window.sink, window.size)
+        if window.size is not None:
+            return window.sink, window.size
+        if self.trained_window:
+            return 0, self.trained_window
+        if not self.default_window:
+            return None
         size = (self.trained_length or self.target.context) - window.sink - self.longest_path
         if size < 1:
             raise OptionError(

@@ -229,6 +229,11 @@ class Method(EagleMethod):
                 )
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
             raise CheckpointError(f"{weights.source}: the head speaks through the target's lm_head but has another hidden size")
+        if max(config["feature_layers"] or (0,)) >= target.num_layers:
+            raise CheckpointError(
+                f"{weights.source} reads hidden_states {list(config['feature_layers'])}, the target has 0..{target.num_layers - 1} "
+                'before its last norm; if the ids in config.json are inputs of layers, say so there: "eyas": {"layer_ids": "input"}'
+            )
         layers = _fused_layers(config["feature_layers"] or "auto", target)
         plan = Architecture(
             target.hidden_size, len(layers), config["draft_vocab_size"] if config["head"] == "own" else 0, config["fc_bias"],
@@ -244,7 +249,7 @@ class Method(EagleMethod):
         draft_ids_v = weights.tensors["draft_ids"].to(target.device) if ids else None
         own = own_table(weights.tensors.get("embed.weight"), target)
         method = cls(target, options or cls.Options(), net, shape_of(config), layers, draft_ids_v, own)
-        method.trained_length = config.get("max_positions")
+        method.trained_length, method.trained_window = config.get("max_positions"), config.get("window")
         return method
 
     @classmethod
@@ -294,7 +299,8 @@ class Method(EagleMethod):
             "feature_layers": None if self.wants == _default_layers(self.target) else self.wants, "layer_ids_as_published": None,
             "norm_before_fc": plan.norm_before_fc, "fc_norm": plan.fc_norm,
             "norm_before_residual": plan.norm_before_residual, "carries": "normed" if plan.carries_normed else "raw",
-            "head": "own" if plan.draft_vocab_size else "target", "eyas": {"target_fingerprint": self.target.fingerprint()},
+            "head": "own" if plan.draft_vocab_size else "target", "window": self.trained_window,
+            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }  # fmt: skip
         tensors = {name: value.detach().clone() for name, value in self.net.state_dict().items()}
         if self.draft_ids_v is not None:
@@ -315,7 +321,7 @@ class Method(EagleMethod):
     def chain(self, depth: int) -> Method:
         options = Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1), window=self.options.window)
         chain = type(self)(self.target, options, self.net, self.shape, self.wants, self.draft_ids_v, self.embed_tokens)
-        chain.trained_length = self.trained_length
+        chain.trained_length, chain.trained_window = self.trained_length, self.trained_window
         return chain
 
     def describe(self) -> dict[str, Any]:

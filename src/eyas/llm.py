@@ -119,7 +119,8 @@ def load(
         embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
         model = Target(cast(PreTrainedModel, embedded), "embedded")
         words = tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer, must=True)
-        draft = tiny.HEAD if draft is None and (method is None or drafters.find(method).needs_weights) else draft
+        method = method or (tiny.BEST if draft is None else None)
+        draft = tiny.HEADS.get(drafters.find(method).reads) if draft is None and method else draft
     elif isinstance(target, PreTrainedModel):
         source = tokenizer or target.name_or_path
         words = _tokenizer(source, must=tokenizer is not None) if source else None

@@ -92,7 +92,7 @@ def embedded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(world / "head", folder / "eagle1")
     (folder / doctor.CHECKSUMS).write_text(json.dumps(doctor.digests(folder)))
     monkeypatch.setattr(tiny, "FOLDER", folder)
-    monkeypatch.setattr(tiny, "HEAD", folder / "eagle1")
+    monkeypatch.setattr(tiny, "HEADS", {"eagle1": folder / "eagle1"})
     monkeypatch.setattr(tiny, "model", lambda: LlamaForCausalLM.from_pretrained(folder).eval())
     monkeypatch.setattr(tiny, "tokenizer", lambda: AutoTokenizer.from_pretrained(folder))
     return folder

@@ -97,7 +97,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "tokens_per_second": stats.tokens_per_second,
         "method": llm.method,
         "target": llm.target.name,
-        "draft": EMBEDDED if llm.draft_name == str(tiny.HEAD) else llm.draft_name,
+        "draft": EMBEDDED if llm.draft_name in {str(head) for head in tiny.HEADS.values()} else llm.draft_name,
         "tree": llm.drafter.describe(),
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),

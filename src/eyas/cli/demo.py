@@ -102,11 +102,10 @@ def _prompts(path: str | None) -> Sequence[_Prompt]:
 
 def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
     """The embedded model with the method; a method that grows its tree gets a small one unless the user chose."""
-    from eyas import drafters
+    from eyas import drafters, tiny
     from eyas.drafters._base import flags
-    from eyas.llm import DEFAULT_METHODS
 
-    name = given["method"] or DEFAULT_METHODS["eagle1"]
+    name = given["method"] or tiny.BEST
     known = flags(drafters.find(name).Options)
     small = {option: value for option, value in TREE.items() if option in known}
     embedded = dict.fromkeys(("target", "draft", "tokenizer")) | {"dtype": "auto", "device": "auto", "trust_remote_code": False}

@@ -100,6 +100,7 @@ class Drafter(ABC):
         studies: the same for `loss`, which may read more.
         trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
         needs_weights: whether it has a net that must be loaded.
+        reads: which heads it loads: `Weights.method`.
         trainable: whether `loss` is there.
         recompute: whether `loss` works activations out again in the backward instead of keeping them; None: it has no such choice.
     """
@@ -107,6 +108,7 @@ class Drafter(ABC):
     Options: ClassVar[type] = NoOptions
     summary: ClassVar[str] = ""  # one line for `eyas methods`
     needs_weights: ClassVar[bool] = False
+    reads: ClassVar[str] = ""
     trainable: ClassVar[bool] = False
     wants: tuple[int, ...] = ()
     net: nn.Module | None = None

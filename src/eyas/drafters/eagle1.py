@@ -126,6 +126,7 @@ class Method(EagleMethod):
 
     Options: ClassVar[type] = Options
     summary = "EAGLE-1: one decoder layer over features and shifted tokens, static tree"
+    reads = "eagle1"
     net: Net
 
     def __init__(self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None) -> None:
@@ -153,7 +154,7 @@ class Method(EagleMethod):
         """Strictly: hidden size and vocabulary must be the target's, every tensor must be there and nothing else."""
         if weights is None:
             raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
-        if weights.method != "eagle1":
+        if weights.method != cls.reads:
             raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of EAGLE-1/2")
         config = weights.config
         for key, name, mine in (("hidden_size", "hidden size", target.hidden_size), ("vocab_size", "vocabulary", target.vocab_size)):

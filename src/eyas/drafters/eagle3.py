@@ -44,11 +44,9 @@ LARGEST_DRAFT_VOCABULARY = 32_000  # unless asked for otherwise; the paper's
 class TrainingTimeTest:
     """How the net practises what it will do in the tree. Training only."""
 
-    steps: int = 7  # guesses from each slot, each from the one before
-    decay: float = 0.8  # step i weighs decay ** i
-    feature: float = (
-        0.0  # weight of a smooth L1 between what the head reads and what the target's reads (EAGLE-1's constraint; the paper: 0)
-    )
+    steps: int = 7  # training only: guesses from each slot, each from the one before
+    decay: float = 0.8  # training only: step i weighs decay ** i
+    feature: float = 0.0  # training only: weight of a smooth L1 that ties what the head reads to what the target's reads (EAGLE-1's way)
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
@@ -63,10 +61,12 @@ class TrainingTimeTest:
 class NewHead:
     """What a head is like whose training begins. A trained head brings its own."""
 
-    layers: str = "auto"  # of the target, whose inputs are fused: like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
-    draft_vocab: int | None = None  # tokens that the head can draft, the most frequent ones; none: at most 32,000
-    fc_norm: bool = False  # norm each layer's features before fusing them (EAGLE-3.1)
-    norm_output: bool = False  # hand on the normed hidden (EAGLE-3.1)
+    layers: str = (
+        "auto"  # new heads only: layers of the target whose inputs are fused: like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
+    )
+    draft_vocab: int | None = None  # new heads only: tokens that the head can draft, the most frequent ones; none: at most 32,000
+    fc_norm: bool = False  # new heads only: norm each layer's features before fusing them (EAGLE-3.1)
+    norm_output: bool = False  # new heads only: hand on the normed hidden (EAGLE-3.1)
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 1:
@@ -91,7 +91,7 @@ class Architecture:
     num_features: int = 3
     draft_vocab_size: int = 0  # 0: it has no head of its own and speaks through the target's
     fc_bias: bool = False
-    fc_norm: bool = False  # norm each layer's features
+    fc_norm: bool = False  # new heads only: norm each layer's features
     norm_before_fc: bool = False  # norm all of them together
     norm_before_residual: bool = False  # the residual starts from the normed hidden
     carries_normed: bool = False  # the normed hidden is handed on
@@ -183,6 +183,7 @@ class Method(EagleMethod):
     """EAGLE-3 with EAGLE-2's dynamic tree."""
 
     Options: ClassVar[type] = Options
+    reads = "eagle3"
     recompute = False
     summary = "EAGLE-3: fused features of three layers, trained on its own outputs, dynamic tree"
     net: Net
@@ -214,7 +215,7 @@ class Method(EagleMethod):
         """Strictly: sizes must be the target's, every tensor must be there and nothing else."""
         if weights is None:
             raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
-        if weights.method != "eagle3":
+        if weights.method != cls.reads:
             raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of EAGLE-3")
         config = weights.config
         sizes = (

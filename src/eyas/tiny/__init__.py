@@ -1,4 +1,4 @@
-"""The embedded model: a 28M-parameter LLaMA chat model of our own, its tokenizer and its draft head.
+"""The embedded model: a 28M-parameter LLaMA chat model of our own, its tokenizer and its draft heads.
 
 Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the dequantised model *is* the target,
 the heads were trained on it. How it was made: runs/make_tiny.py and weights/README.md. This module knows where the files are and how to
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["FOLDER", "HEAD", "PACKED", "dequantise", "model", "quantise", "tokenizer"]
+__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "dequantise", "model", "quantise", "tokenizer"]
 
 FOLDER = Path(__file__).parent / "weights"
-HEAD = FOLDER / "eagle1"
+HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
+BEST = "eagle2"  # the method that drafts best on it: runs/acceptance.py
 PACKED = "model.int8.safetensors"
 SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
 

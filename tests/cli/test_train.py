@@ -1,28 +1,43 @@
-"""`eyas train`: from a chat file to a head that generates, interrupted and resumed."""
+"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by two processes."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from eyas import checkpoints
 from eyas.train import loop
 
 Run = Callable[..., Any]
+OWN = {"--ttt.steps": 2, "--head.layers": "0,2,3", "--tree.nodes": 8, "--tree.depth": 3, "--tree.branch": 3}  # options of eagle3
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> tuple[object, ...]:
-    """Six steps of training."""
+    """Six steps of training a head of EAGLE-3."""
     chats = [[("user", f"what is {i}"), ("assistant", f"it is the number {i}")] for i in range(30)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
     sizes = ("--steps", 6, "--batch-tokens", 128, "--max-length", 128, "--warmup-steps", 1, "--eval-every", 0, "--save-every", 1)
-    return ("train", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new", "--lr", 1e-3, *sizes)
+    paths = ("--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new")
+    return ("train", *paths, *(part for option in OWN.items() for part in option), "--lr", 1e-3, *sizes)
+
+
+def without(command: tuple[object, ...], *options: str) -> tuple[object, ...]:
+    """The command without these options and their values."""
+    return tuple(part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options))
 
 
 def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
@@ -33,15 +48,42 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     assert f"{tmp_path / 'new'} holds the head of step" in result.stderr.splitlines()[-1]
     assert "0-alpha" in result.stderr
     record = json.loads((tmp_path / "new" / "training.json").read_text())
-    assert (record["method"], record["steps"], record["config"]["lr"]) == ("eagle1", 6, 1e-3)
+    assert (record["method"], record["steps"], record["config"]["lr"]) == ("eagle3", 6, 1e-3)
+    assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
     assert record["data"]["files"] == ["chat.jsonl"]
     assert len(record["data"]["sha256"]) == 64
     used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--json")
     assert used.exit_code == 0
     assert used.stderr == ""
+    assert json.loads(used.stdout)["method"] == "eagle3"
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "`ttt.steps` 2" in card
+    assert f"| longest sequence that it was trained on | {record['trained_length']} tokens |" in card
+
+
+def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    result = run(*without(command, *OWN), "--method", "eagle1", "--steps", 2)
+    assert result.exit_code == 0, (result.output, result.exception)
+    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--json")
     assert json.loads(used.stdout)["method"] == "eagle2"
-    more = run(*command[:-2], "--restart", "--init", tmp_path / "new", "--output", tmp_path / "more", "--steps", 2)
-    assert more.exit_code == 0, more.output
+
+
+def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """The most frequent tokens that count, of the training examples; another head's stays when training begins with it; and it belongs to
+    the state, so that a resumed run finds the very same."""
+    assert run(*command, "--head.draft-vocab", 8, "--steps", 2).exit_code == 0
+    weights = checkpoints.load(tmp_path / "new")
+    drafted = set(weights.tensors["draft_ids"].tolist())
+    letter = {character: 7 + ord(character) - 32 for character in " theinumbr"}  # of the tokenizer in conftest.py
+    assert len(drafted) == weights.config["draft_vocab_size"] == 8
+    assert {letter[c] for c in " tei"} | {2} <= drafted <= set(letter.values()) | {2, *range(7 + 16, 7 + 26)}
+    assert f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |" in (tmp_path / "new" / "README.md").read_text()
+    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    assert run(*other, "--init", tmp_path / "new", "--steps", 2).exit_code == 0
+    assert set(checkpoints.load(tmp_path / "more").tensors["draft_ids"].tolist()) == drafted
+    refused = run(*other, "--steps", 2, "--head.layers", "0,2,3")
+    assert refused.exit_code == 2
+    assert "draft vocabulary or embeddings of the head" in refused.stderr
 
 
 def test_interrupted_and_resumed_is_the_same_head(
@@ -70,16 +112,59 @@ def test_interrupted_and_resumed_is_the_same_head(
     assert all(bool((again[name] == value).all()) for name, value in whole.items())
 
 
+def test_two_processes_one_is_killed_and_one_goes_on(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
+    """torchrun, kill -9 of the second process in the middle: everything ends, with one line of ours among torchrun's, and the same command
+    goes on from the last state without torchrun. Steps are slowed by saving each; sixty take seconds, the kill follows the first."""
+    whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
+    arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eyas", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    agent = subprocess.Popen(launcher, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "new" / "state.pt").exists():
+            assert agent.poll() is None, agent.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children(recursive=True)}
+        ranks["1"].kill()
+        _, said = agent.communicate(timeout=100)
+    finally:
+        for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:
+            child.kill()
+        agent.kill()
+    assert agent.returncode != 0
+    assert f"Signal {int(signal.SIGKILL)} (SIGKILL) received" in said
+    lines = [line for line in said.splitlines() if line.startswith("eyas: error: ")]
+    assert all("another process of this run has ended; the state of step" in line for line in lines), lines
+    assert len(lines) <= 1
+    step = torch.load(tmp_path / "new" / "state.pt", weights_only=True)["step"]
+    assert 0 < step < 60
+    result = run(*whole)
+    assert result.exit_code == 0, result.output
+    assert f"resumed at step {step} of 60" in result.stderr
+    assert json.loads((tmp_path / "new" / "training.json").read_text())["processes"] == 1
+
+
 BAD = {
     "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: eagle1"),
+    "a draft vocabulary that the data does not have": (
+        ("--head.draft-vocab", 150),
+        "head.draft_vocab is 150, but the training data has only",
+    ),
+    "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
+    "a head that is as it is": (("--init", "head"), "--init brings a head that is as it is: leave --head.layers out"),
+    "a tracker that is not there": (("--log", "wandb"), "log: wandb is not installed: pip install wandb, or leave it out"),
+    "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
+    "nothing to recompute": (("--method", "eagle1", "--checkpointing"), "checkpointing: the method eagle1 keeps too little"),
     "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
     "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
     "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
     "broken betas": (("--betas", "0.9;0.95"), "no list of numbers"),
     "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
     "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
-    "no head to begin with": (("--init", "./nowhere"), "draft head ./nowhere: there is no such folder"),
-    "an option of another method": (("--tree.nodes", 4), "unknown option 'tree.nodes'"),
+    "no head to begin with": (("--method", "eagle1", "--init", "./nowhere"), "draft head ./nowhere: there is no such folder"),
+    "an option of another method": (("--method", "eagle1", "--tree.nodes", 4), "unknown option 'tree.nodes'"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
 }
 
@@ -88,7 +173,7 @@ BAD = {
 def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str, tmp_path: Path) -> None:
     arguments, words = BAD[name]
     given = [tmp_path / a if a == "chat.jsonl" else a for a in arguments]
-    result = run(*command, *given)
+    result = run(*(without(command, *OWN) if "--method" in arguments else command), *given)
     assert result.exit_code == 2, (result.output, result.exception)
     last = result.stderr.splitlines()[-1]
     assert last.startswith("eyas: error: ")

@@ -1,12 +1,10 @@
-"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a module.
-
-python -c 'from train import real; real.head_run("eagle3", FOLDER, steps=8)'
-"""
+"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a module."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +51,11 @@ def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter |
     torch.set_num_threads(1)
     config = TrainConfig(**{**CONFIG, **options})
     return train(drafter or head(name), language(30, 0), language(6, 1), config, folder, progress=more)
+
+
+def slow_head_run(name: str, folder: str, sleep: float) -> None:
+    """To be killed; seconds of sleep after each step."""
+    head_run(name, folder, lambda now: time.sleep(sleep))
 
 
 def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[str, Any]:

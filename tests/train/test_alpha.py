@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zoo
 from eyas.decode import Step
+from eyas.drafters._grow import DynamicTree
 from eyas.drafters.eagle2 import Method
 from eyas.target import Target
 from eyas.train.alpha import acceptance_by_depth, chain_figures, figures_of, last_prompt
@@ -36,3 +37,11 @@ def test_from_real_chains() -> None:
         Method.random(Target(zoo.FAMILIES["llama"]()))
     )
     assert 0 <= figures["0-alpha"] <= 1 <= figures["chain tau"]
+
+
+def test_tau_of_the_drafters_own_tree() -> None:
+    """Guards that the tree is the drafter's own, not the chain: a tree that holds the whole vocabulary is right once a cycle at least."""
+    target, examples = Target(zoo.FAMILIES["llama"]()), [Example(list(range(20)), [False] * 10 + [True] * 10)]
+    wide = Method.random(target, Method.Options(tree=DynamicTree(nodes=zoo.VOCAB + 1, depth=1, branch=zoo.VOCAB)))
+    assert chain_figures(examples, new_tokens=9)(wide)["tau"] == 2
+    assert "tau" not in chain_figures(examples, new_tokens=9, tree_prompts=0)(wide)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +26,8 @@ from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
 from eyas.train.loop import Outcome, train
 from eyas.train.progress import Progress, bar
-from train import toy
+from train import real, toy
+from train.together import CONTEXT
 from train.toy import Toy, ToyTarget, run
 
 
@@ -244,26 +243,54 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
     assert_same_run(tmp_path, undisturbed)
 
 
-def test_killed_at_a_random_moment(tmp_path: Path, undisturbed: Path) -> None:
-    """kill -9, wherever it hits; then what is there is whole and resuming ends with the same bits. The moment is random, the result is not:
-    no false alarm. A run takes 24 losses of 0.1 s; the kill falls into the first second after the first state."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    program = f"from train import toy; toy.slow_run({str(tmp_path)!r}, 0.1)"
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "state.pt").exists():
-        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    time.sleep(random.uniform(0, 1))
+def killed(process: Any) -> None:
     process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it was over before the kill; make it slower"
-    step = state(tmp_path)["step"]
-    assert 0 < step <= 12
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it was over before the kill; make it slower"
+
+
+def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9, wherever it hits, ten times in one run; what is there is whole and the end has the same bits. The moments are random, the
+    result is not: no false alarm. A step takes 0.12 s at least, so no process does more than one, and the run has twelve.
+    """
+
+    def changed(name: str) -> int:
+        return (tmp_path / name).stat().st_mtime_ns if (tmp_path / name).exists() else 0
+
+    for number in range(10):
+        awaited = "state.pt" if number % 3 == 0 else "log.jsonl"  # it has done a step; it has loaded what there is
+        before = changed(awaited)
+        process = CONTEXT.Process(target=toy.slow_run, args=(str(tmp_path), 0.06))
+        process.start()
+        while process.is_alive() and changed(awaited) == before:
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 0.1))
+        killed(process)
+    assert 4 <= state(tmp_path)["step"] < 12
     run(tmp_path)
     assert_same_run(tmp_path, undisturbed)
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_real_head_killed_at_a_random_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with eagle3, once: its draft vocabulary, its steps, its head in the published format."""
+    monkeypatch.undo()
+    real.head_run("eagle3", tmp_path / "whole")
+    process = CONTEXT.Process(target=real.slow_head_run, args=("eagle3", str(tmp_path / "parts"), 0.2))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "parts" / "state.pt").exists():
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.6))
+    killed(process)
+    assert state(tmp_path / "parts")["step"] < 6
+    real.head_run("eagle3", tmp_path / "parts")
+    assert leaves(state(tmp_path / "parts")) == leaves(state(tmp_path / "whole"))
+    heads = [checkpoints.load(tmp_path / name) for name in ("whole", "parts")]
+    assert heads[0].config == heads[1].config
+    assert all(torch.equal(value, heads[1].tensors[name]) for name, value in heads[0].tensors.items())
 
 
 def test_starting_anew_forgets_the_old_run(tmp_path: Path, undisturbed: Path) -> None:

@@ -1,7 +1,4 @@
-"""A method and a target that exist nowhere else: what the loop can train must not depend on the methods that eyas has.
-
-python -c 'from train import toy; toy.slow_run(FOLDER, 0.04)'     a run to be killed by a test; seconds of sleep for each loss
-"""
+"""A method and a target that exist nowhere else: what the loop can train must not depend on the methods that eyas has."""
 
 from __future__ import annotations
 
@@ -127,6 +124,7 @@ def run(folder: Path, drafter: Toy | None = None, *, heldout: int = 6, resume: b
 
 
 def slow_run(folder: str, sleep: float) -> None:
+    """To be killed; seconds of sleep for each loss."""
     torch.set_num_threads(1)
     checkpoints.save = save_toy  # type: ignore[assignment]
     slow = Toy()

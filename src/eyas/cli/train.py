@@ -1,8 +1,16 @@
-"""`eyas train`: a draft head for a target, from chats or plain text. Run again, the same command goes on where it was interrupted."""
+"""`eyas train`: a draft head for a target, from chats or plain text. Run again, the same command goes on where it was interrupted.
+
+Under torchrun every process runs it; the first one speaks.
+"""
 
 from __future__ import annotations
 
 import functools
+import io
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -10,21 +18,24 @@ import rich_click as click
 from eyas.cli._data import check_layers, check_source, options_of, training_data
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import load, quiet
-from eyas.cli._options import MODEL_BASE, MethodCommand, examples, field_option, flags_of, method_options, option, stack
-from eyas.errors import OptionError
+from eyas.cli._options import MODEL_BASE, Flag, MethodCommand, examples, field_option, flags_of, method_options, option, stack
+from eyas.errors import EyasError, OptionError
 
 if TYPE_CHECKING:
     from eyas.drafters import Drafter
     from eyas.llm import LLM
+    from eyas.train.data import Data
     from eyas.train.loop import Outcome, TrainConfig
 
 __all__ = ["command"]
 
 PANEL = "Training"
+GRACE_SECONDS = 3.0  # what one process finds wrong the first one mostly finds too, and says; torchrun then ends the others
 EXAMPLES = examples(
-    ("eyas train --method eagle1 --target MODEL --data chat.jsonl --output HEAD", "one epoch"),
+    ("eyas train --target MODEL --data chat.jsonl --output HEAD", "one epoch of eagle3"),
     ("eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4", "several files, longer"),
     ("eyas train ... --features FEATURES", "what `eyas features` wrote, instead of --data"),
+    ("torchrun --nproc-per-node 4 -m eyas train ... --accumulation 4", "on four GPUs"),
     ("eyas generate --target MODEL --draft HEAD 'Why ...'", "what it is for"),
     more=(
         '[bold]Data[/]: {"messages": \\[...]} or {"conversations": \\[...]} a line; anything but .json, .jsonl and .ndjson is plain text.',
@@ -45,7 +56,14 @@ class _TrainCommand(MethodCommand):
 def _config_flags() -> tuple[click.Parameter, ...]:
     from eyas.train.loop import TrainConfig
 
-    return tuple(field_option(flag, PANEL, f"{flag.help} [{flag.shown}]") for flag in flags_of(TrainConfig))
+    return tuple(_config_flag(flag, f"{flag.help} [{flag.shown or 'none'}]") for flag in flags_of(TrainConfig))
+
+
+def _config_flag(flag: Flag, said: str) -> click.Option:
+    made = field_option(flag, PANEL, said)
+    if flag.annotation is not bool:
+        return made
+    return click.RichOption([f"--{flag.name}"], is_flag=True, callback=made.callback, expose_value=False, help=flag.help, panel=PANEL)
 
 
 @click.command("train", cls=_TrainCommand, epilog=EXAMPLES, panel="Heads")
@@ -53,53 +71,95 @@ def _config_flags() -> tuple[click.Parameter, ...]:
     option("Data", "--data", multiple=True, metavar="FILE", help="Chats (JSONL) or plain text, .gz too; several are mixed."),
     option("Data", "--features", metavar="FOLDER", help="What `eyas features` wrote, instead of --data."),
     option("Data", "--output", required=True, metavar="FOLDER", help="Where the head goes, and the state from which a run goes on."),
-    option("Model", "--method", default="eagle1", metavar="NAME", help="Whose head: see `eyas methods`."),
-    option("Model", "--init", metavar="PATH|HUB", help="Begin with this head instead of a random one."),
+    option("Model", "--method", default="eagle3", metavar="NAME", help="Whose head: see `eyas methods`."),
+    option("Model", "--init", metavar="PATH|HUB", help="Begin with this head instead of a new one; it keeps its draft vocabulary."),
     option("Data", "--restart", is_flag=True, help="Forget the state in --output and begin anew."),
     MODEL_BASE,
 )
 @click.pass_context
-def command(ctx: click.RichContext, /, **given: Any) -> None:
+def command(ctx: click.RichContext, /, **given: Any) -> int:
     """Train a draft head for a target."""
+    from eyas.train.dist import processes
+
+    rank = int(os.environ.get("RANK", "0")) if processes() > 1 else 0
+    try:
+        with _silent(rank > 0):
+            return _train(ctx, given)
+    except Interrupted:
+        if rank:
+            return 130
+        raise
+    except EyasError as error:
+        if not rank:
+            raise
+        time.sleep(GRACE_SECONDS)
+        raise EyasError(f"process {rank}: {error}") from error
+
+
+@contextmanager
+def _silent(wanted: bool) -> Iterator[None]:
+    with redirect_stderr(io.StringIO()) if wanted else nullcontext():
+        yield
+
+
+def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
+    from eyas.drafters._base import options_from
     from eyas.train import alpha, progress
+    from eyas.train.dist import processes
     from eyas.train.loop import TrainConfig, train
+    from eyas.train.trackers import check_trackers
 
     check_source(given)
     config = TrainConfig(**options_of(given, ctx.meta.get(PANEL, {})))
-    _check_method(given["method"])
-    llm = load({**given, "draft": None, "method": "vanilla"}, {})
-    drafter = _drafter(llm, given, method_options(ctx), config)
+    config.check_processes(processes())
+    check_trackers(config.trackers)
+    kind = _method(given["method"])
+    options = method_options(ctx)
+    if given["init"] and (own := [f"--{name}" for name in options if name.startswith("head.")]):
+        raise OptionError(f"--init brings a head that is as it is: leave {', '.join(own)} out")
+    chosen = options_from(kind.Options, options)
+    llm = load({**given, "draft": None, "method": "vanilla", "device": _device(given["device"])}, {})
+    if config.max_length > llm.target.context:
+        note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, given, config)
+    drafter = _drafter(kind, llm, given, chosen, data, config)
     check_layers(data, drafter)
     with progress.bar() as show, quiet(given["verbose"]):
         outcome = train(
             drafter, data.train, data.heldout, config, given["output"],
             resume=not given["restart"], evaluate=alpha.chain_figures(data.heldout, llm.eos), progress=show, about=about,
         )  # fmt: skip
-    _report(outcome, given["output"], config)
+    return _report(outcome, given["output"], config)
 
 
-def _check_method(name: str) -> None:
+def _device(name: str) -> str:
+    """Each process of a machine has a GPU of its own."""
+    import torch
+
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if local and name in ("auto", "cuda") and torch.cuda.is_available() else name
+
+
+def _method(name: str) -> type[Drafter]:
     from eyas import drafters
 
     if not drafters.find(name).trainable:
         able = [method for method in drafters.names() if drafters.find(method).trainable]
         raise OptionError(f"the method {name!r} has nothing to train; these have: {', '.join(able)}")
+    return drafters.find(name)
 
 
-def _drafter(llm: LLM, given: dict[str, Any], options: dict[str, Any], config: TrainConfig) -> Drafter:
-    """A random head of the method, or the one that --init names."""
-    from eyas import checkpoints, drafters
-    from eyas.drafters._base import options_from
+def _drafter(kind: type[Drafter], llm: LLM, given: dict[str, Any], options: Any, data: Data, config: TrainConfig) -> Drafter:
+    """A new head, made for what the data asks for, or the one that --init names."""
+    from eyas import checkpoints
+    from eyas.train.vocab import count_tokens
 
-    kind = drafters.find(given["method"])
-    chosen = options_from(kind.Options, options)
     if given["init"]:
-        return kind.load(checkpoints.load(given["init"]), llm.target, chosen)
-    return kind.random(llm.target, chosen, seed=config.seed)
+        return kind.load(checkpoints.load(given["init"]), llm.target, options)
+    return kind.fresh(llm.target, options, config.seed, count_tokens(data.train, llm.target.vocab_size))
 
 
-def _report(outcome: Outcome, folder: str, config: TrainConfig) -> None:
+def _report(outcome: Outcome, folder: str, config: TrainConfig) -> int:
     from eyas.train.progress import figures_text
 
     if outcome.interrupted:
@@ -107,3 +167,4 @@ def _report(outcome: Outcome, folder: str, config: TrainConfig) -> None:
     figures = f": held-out {figures_text(outcome.heldout)}" if outcome.heldout else ""
     early = f" (ended early: {config.patience} evaluations without a better one)" if outcome.step < outcome.steps else ""
     note(f"{folder} holds the head of step {outcome.best_step} of {outcome.steps}{early}{figures}; {outcome.seconds / 60:.1f} minutes")
+    return 0

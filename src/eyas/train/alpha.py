@@ -1,7 +1,7 @@
-"""Acceptance by depth, from real chain decoding: the n-alpha of EAGLE-1, section 5.
+"""Held-out figures from real decoding: acceptance by depth along a chain (the n-alpha of EAGLE-1, section 5), and tokens per cycle.
 
 n-alpha is the rate at which the (n+1)-th draft token of a chain is accepted, given that the n before it were: its input held n of the
-draft's own features. Knows no method: a drafter says itself how it drafts a chain.
+draft's own features. tau is what the drafter reaches with its own tree. Knows no method: a drafter says itself how it drafts a chain.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from eyas.decode import Decoder, Request, Step
 from eyas.drafters import Drafter
 from eyas.train.data import Example
 
-__all__ = ["acceptance_by_depth", "chain_figures", "figures_of", "last_prompt"]
+__all__ = ["acceptance_by_depth", "chain_figures", "figures_of", "last_prompt", "tau_of"]
 
 
 def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, int]]:
@@ -32,8 +32,13 @@ def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, in
 def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
     """n-alpha for n = 0..depth-1 and tau, tokens emitted per cycle, of chain cycles."""
     rates = {f"{n}-alpha": a / r for n, (r, a) in enumerate(acceptance_by_depth(steps, depth)) if r}
+    return {**rates, "chain tau": tau_of(steps)}
+
+
+def tau_of(steps: Sequence[Step]) -> float:
+    """Tokens emitted per cycle; the prefill's token is no cycle's."""
     cycles = [s for s in steps if not s.prefill]
-    return {**rates, "chain tau": sum(len(s.tokens) for s in cycles) / max(1, len(cycles))}
+    return sum(len(s.tokens) for s in cycles) / max(1, len(cycles))
 
 
 def last_prompt(example: Example) -> tuple[int, ...]:
@@ -47,22 +52,34 @@ def last_prompt(example: Example) -> tuple[int, ...]:
 
 
 def chain_figures(
-    examples: Sequence[Example], eos: frozenset[int] = frozenset(), prompts: int = 16, new_tokens: int = 48, depth: int = 5
-) -> Callable[[Drafter], dict[str, float]]:
-    """Held-out figures for the training loop: greedy answers to some prompts, drafted by chains of `depth`."""
+    examples: Sequence[Example], eos: frozenset[int] = frozenset(), prompts: int = 16, new_tokens: int = 48, depth: int = 5,
+    tree_prompts: int = 4,
+) -> Callable[[Drafter], dict[str, float]]:  # fmt: skip
+    """Held-out figures for the training loop, from greedy answers to some prompts.
+
+    Args:
+        prompts: of how many examples; drafted by chains of `depth`.
+        tree_prompts: of how many of them once more with the drafter's own tree, whose cycles cost more; 0 = none.
+    """
     chosen = [p for p in (last_prompt(e) for e in examples[:prompts]) if p]
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
-        steps: list[Step] = []
-        chain = drafter.chain(depth)
-        for prompt in chosen:
-            room = chain.target.context - len(prompt)
-            if room < 1:
-                continue
-            decoder = Decoder(chain.target, chain)
-            decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
-            while not decoder.finished:
-                steps += decoder.step()
-        return figures_of(steps, depth)
+        figures = figures_of(_decoded(drafter.chain(depth), chosen, new_tokens, eos), depth)
+        own = _decoded(drafter, chosen[:tree_prompts], new_tokens, eos)
+        return {**figures, "tau": tau_of(own)} if own else figures
 
     return evaluate
+
+
+def _decoded(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]) -> list[Step]:
+    """The steps of greedy decoding, prompt after prompt."""
+    steps: list[Step] = []
+    for prompt in prompts:
+        room = drafter.target.context - len(prompt)
+        if room < 1:
+            continue
+        decoder = Decoder(drafter.target, drafter)
+        decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
+        while not decoder.finished:
+            steps += decoder.step()
+    return steps

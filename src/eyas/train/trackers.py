@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
+import importlib.util
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError, OptionError
+from eyas.train.state import write_text
 
-__all__ = ["Tracker", "open_trackers"]
+__all__ = ["Tracker", "check_trackers", "open_trackers"]
 
 Tracker = Callable[[Mapping[str, Any] | None], None]  # a line of the log; None: that was all
 PROJECT = "eyas"
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """OptionError when one of them is not installed: cheap, before anything is loaded."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # the latter: a folder of that name that is no package
+            raise OptionError(f"log: {name} is not installed: pip install {name}, or leave it out")
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int) -> list[Tracker]:
@@ -23,19 +33,12 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any],
         OptionError: one of them is not installed.
         InputError: it does not begin: W&B without a key, say.
     """
+    check_trackers(names)
     return [_OPEN[name](folder, dict(config), step) for name in names]
 
 
-def _imported(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise OptionError(f"log: {package} is not installed: pip install {package}, or leave --log {package} out") from error
-
-
 def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
-    _imported("tensorboard", "tensorboard")
-    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
         str(folder / "tensorboard"), purge_step=step + 1 if step else None
     )
 
@@ -51,11 +54,12 @@ def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
-    """The run's id follows from the folder, so a resumed run goes on there. WANDB_MODE=offline and its like are W&B's own."""
-    wandb = _imported("wandb", "wandb")
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    """A resumed run goes on in the run that the folder names. WANDB_MODE=offline and its like are W&B's own."""
+    wandb, kept = importlib.import_module("wandb"), folder / "wandb.id"
+    if not step or not kept.exists():
+        write_text(kept, secrets.token_hex(6))
     try:
-        run = wandb.init(project=PROJECT, name=folder.name, id=name, resume="allow", dir=str(folder), config=config)
+        run = wandb.init(project=PROJECT, name=folder.name, id=kept.read_text(), resume="allow", dir=str(folder), config=config)
     except Exception as error:  # its own classes, some of them of other packages
         raise InputError(f"W&B does not begin: {' '.join(str(error).split())[:200]}; WANDB_MODE=offline needs no account") from error
 

@@ -12,12 +12,13 @@ import torch
 
 import zoo
 from eyas import checkpoints, drafters
-from eyas.drafters import Drafter
+from eyas.drafters import Batch, Drafter
 from eyas.drafters._base import options_from
 from eyas.errors import EyasError
 from eyas.target import Target
 from eyas.train.config import TrainConfig
-from eyas.train.data import Example, Examples
+from eyas.train.data import Batches, Example, Examples
+from eyas.train.features import batch_of
 from eyas.train.loop import Outcome, train
 from eyas.train.vocab import count_tokens
 from train import toy
@@ -45,6 +46,11 @@ def head(name: str, target: Target | None = None, **options: Any) -> Drafter:
     kind, target = drafters.find(name), target or Target(zoo.tiny("llama"), "tiny-llama")
     chosen = options_from(kind.Options, {**OPTIONS.get(name, {}), **options})
     return kind.fresh(target, chosen, 1, count_tokens(language(30, 0), target.vocab_size))
+
+
+def batch(drafter: Drafter) -> Batch:
+    """Eight examples of `language`."""
+    return batch_of(Batches(language(8, 0), 256), range(8), drafter)
 
 
 def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any) -> Outcome:

@@ -340,21 +340,22 @@ def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
 # --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
     """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
-    before, drafter, notes = signal.getsignal(signal.SIGINT), Toy(), list[str]()
+    before, drafter, notes = signal.getsignal(number), Toy(), list[str]()
     plain = drafter.loss
 
     def loss(batch: Any, generator: Any = None) -> Any:
         if drafter.losses == 9:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return plain(batch, generator)
 
     drafter.loss = loss  # type: ignore[method-assign]
     outcome = run(tmp_path, drafter, more=lambda now: notes.append(now.note))
     assert (outcome.interrupted, outcome.step) == (True, 5)
     assert "stopping after this step; once more stops at once" in notes
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     run(tmp_path)
     assert_same_run(tmp_path, undisturbed)
 
@@ -521,6 +522,9 @@ def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
         ({"epochs": 0}, "epochs must be above 0"),
         ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
         ({"precision": "fp16"}, "precision is unknown"),
+        ({"optimizer": "adam"}, "optimizer is unknown; did you mean adamw"),
+        ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
+        ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
         ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
         ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
         ({"clip": -1.0}, "clip must be 0 or more"),

@@ -4,7 +4,7 @@
     python runs/make_tiny.py tokens    --model out/tiny/base --chat CHAT.jsonl.gz --text NOVELS.txt.gz ... --output out/tiny/tokens
     python runs/make_tiny.py pretrain  --tokens out/tiny/tokens --model DIR_OR_NONE --output out/tiny/run --minutes 75 --long-minutes 15
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output src/eyas/tiny/weights
-    python runs/make_tiny.py head      --model out/tiny/head --output src/eyas/tiny/weights/eagle1
+    python runs/make_tiny.py head      --model out/tiny/head --output src/eyas/tiny/weights/eagle1      (or eagle3)
     python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
 Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
@@ -258,7 +258,9 @@ def head_stage(args: argparse.Namespace) -> None:
     from eyas.target import Target
 
     args.output.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.half() for name, value in load_file(args.model / "model.safetensors").items() if name != "embed_tokens.weight"}
+    tensors = load_file(args.model / "model.safetensors")
+    tensors.pop("embed_tokens.weight", None)  # the target's
+    tensors = {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
     save_file(tensors, args.output / "model.safetensors")
     for name in ("config.json", "training.json"):
         (args.output / name).write_bytes((args.model / name).read_bytes())

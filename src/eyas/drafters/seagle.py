@@ -1,4 +1,4 @@
-"""seagle: EAGLE-3 whose draft sees a window (SEAGLE, withexxa 2025; attention sinks, Xiao et al. 2023): the first pairs and the last ones.
+"""seagle: EAGLE-3 whose draft sees a window (SEAGLE, Exxa 2025; attention sinks, Xiao et al. 2023): the first pairs and the last ones.
 
 A draft head is trained on short texts and fails beyond them; the target does not. So the draft's cache keeps `sink` + `size` pairs,
 rotated by their index in it, and never leaves the positions that it knows, however long the text is. Its time and memory then do not grow

@@ -60,7 +60,7 @@ def training_data(llm: LLM, given: Mapping[str, Any], config: TrainConfig) -> tu
     data, made = store.data(), store.settings
     every, there = len(store.lengths), len(data.train) + len(data.heldout)
     part = "" if there == every else f"; only {there:,} of its {every:,} examples are there: the same `eyas features` makes the rest"
-    note(f"features of {data.report} from {given['features']}{part}")
+    note(f"{given['features']} holds the features of {data.report}{part}")
     about = {"files": [file["name"] for file in made.data["files"]], "sha256": data.sha256, "report": str(data.report)}
     stored = {"id": store.id, "layers": list(made.layers), "dtype": made.dtype, "target_dtype": made.target["dtype"]}
     return data, {"data": about, "features": stored}

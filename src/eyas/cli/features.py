@@ -187,10 +187,14 @@ def _agree(manifest: Manifest, folder: Path, given: dict[str, Any], shards: Sequ
         raise InputError(f"{gib:,.2f} GiB do not fit into the {free:,.2f} GiB that are free for {folder}: take less data or fewer layers")
     if gib <= LARGE_GIB or given["yes"]:
         return
-    if not sys.stdin.isatty():
+    if not _on_terminal():
         raise InputError(f"{gib:,.1f} GiB are much: give --yes if that is meant")
     if not click.confirm(f"Write {gib:,.1f} GiB into {folder}?", err=True):
         raise Interrupted("nothing was written")
+
+
+def _on_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 # --- the work ------------------------------------------------------------------------------------------------------------------------
@@ -245,8 +249,8 @@ class _Workers:
         except KeyboardInterrupt:
             self.stop()
             raise
-        for number, process in enumerate(self.processes, start=1):
-            _, said = process.communicate()
+        heard = [process.communicate()[1] for process in self.processes]
+        for number, (process, said) in enumerate(zip(self.processes, heard, strict=True), start=1):
             if process.returncode:
                 last = said.strip().splitlines()[-1:] or [f"ended by signal {-process.returncode}"]
                 kept = f"{_count(self.store)} are whole; run the same command again, it goes on"

@@ -1,0 +1,271 @@
+"""`eyas features`, and `eyas train --features`: agreed, resumed, divided, checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from eyas.cli import features
+from eyas.train import alpha
+from eyas.train.data import read
+from eyas.train.store import Store
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    talks = [[("user", f"what is {i}"), ("assistant", "it is " + "1" * (i % 17))] for i in range(40)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) for talk in talks]
+    (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
+    return tmp_path / "chat.jsonl"
+
+
+@pytest.fixture
+def command(chats: Path, tmp_path: Path) -> tuple[object, ...]:
+    """About ten shards of all layers that an eagle3 head of these three and eagle1 read."""
+    sizes = ("--max-length", 64, "--heldout", 0.005, "--store-dtype", "float32", "--shard-mib", 0.09)
+    return ("features", "--target", "llama", "--data", chats, "--output", tmp_path / "store", "--head.layers", "0,1,2", *sizes)
+
+
+TRAINING = ("--method", "eagle1", "--steps", 3, "--batch-tokens", 128, "--warmup-steps", 1, "--eval-every", 0, "--precision", "float32")
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decoding of held-out prompts, which takes longer than such a training."""
+    monkeypatch.setattr(alpha, "chain_figures", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path) -> None:
+    """The way of a user: features, a check, a training from them and one from the data: the same examples held out, the same losses."""
+    result = run(*command)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert f"{chats}:6: not JSON" in result.stderr
+    assert "40 examples, " in result.stderr
+    assert "layers 0,1,2,4 of 48 numbers in float32; to be made: " in result.stderr
+    assert "GiB; free there: " in result.stderr
+    assert f"{tmp_path / 'store'} is complete: " in result.stderr.splitlines()[-1]
+    assert "every checksum is right" in run("features", "--output", tmp_path / "store", "--verify").stderr
+    stored, data = (
+        Store(tmp_path / "store").data(),
+        read(chats, AutoTokenizer.from_pretrained(world / "llama"), max_length=64, heldout=0.005),
+    )
+    assert list(stored.train) == list(data.train)
+    assert list(stored.heldout) == list(data.heldout)
+    assert len(stored.heldout) == 2
+    records = {}
+    for source in (("--features", tmp_path / "store"), ("--data", chats, "--max-length", 64, "--heldout", 0.005)):
+        output = tmp_path / source[0].strip("-")
+        trained = run("train", "--target", "llama", "--output", output, *TRAINING, *source)
+        assert trained.exit_code == 0, (trained.output, trained.exception)
+        records[source[0]] = json.loads((output / "training.json").read_text())
+    disk, online = records["--features"], records["--data"]
+    assert disk["examples"] == online["examples"]
+    assert disk["data"] == online["data"]
+    assert disk["config"] == online["config"]
+    assert disk["heldout"] == pytest.approx(online["heldout"], rel=1e-5)
+    assert disk["features"]["layers"] == [0, 1, 2, 4]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """One of two machines: its part is said, trained from with a note, and the other part completes it without reading the data again."""
+    first = run(*command, "--part", "1/2")
+    shards = len(Store(tmp_path / "store").manifest.shards)
+    assert f"to be made: {(shards + 1) // 2} of {shards} shards" in first.stderr
+    assert "this part is done; " in first.stderr
+    own = ("--method", "eagle3", "--head.layers", "0,1,2", "--features", tmp_path / "store")
+    trained = run("train", "--target", "llama", "--output", tmp_path / "new", *TRAINING, *own)
+    assert trained.exit_code == 0, trained.output
+    assert "of its 40 examples are there: the same `eyas features` makes the rest" in trained.stderr
+    second = run(*command, "--part", "2/2")
+    assert "is complete" in second.stderr
+    assert "not JSON" not in second.stderr
+    assert run(*command).stderr.count("\n") == 1  # nothing is left to do
+
+
+def test_ctrl_c_keeps_whole_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, calls = Store.put, list[int]()
+
+    def interrupted(self: Store, shard: int, found: Any) -> None:
+        calls.append(shard)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        put(self, shard, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", interrupted)
+        result = run(*command)
+    assert result.exit_code == 130
+    shards = len(Store(tmp_path / "store").manifest.shards)
+    assert result.stderr.splitlines()[-1] == (
+        f"eyas: interrupted: 2 of {shards} shards are whole in {tmp_path / 'store'}; the same command goes on"
+    )
+    again = run(*command)
+    assert f"to be made: {shards - 2} of {shards} shards" in again.stderr
+    assert "is complete" in again.stderr
+
+
+def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
+    """Killed as soon as some shards are there: each of them is whole, and the same command makes the rest.
+
+    It is told to write 60 shards; a false alarm needs a machine that writes the rest within 10 ms of the third."""
+    large = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)]
+    text = (tmp_path / "chat.jsonl").read_text()
+    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(4)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with subprocess.Popen([sys.executable, "-m", "eyas", *large], stderr=subprocess.PIPE, env=environment) as process:
+        until = time.monotonic() + 100
+        while len(list((tmp_path / "store").glob("shard-*"))) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    store = Store(tmp_path / "store")
+    left = len(store.missing())
+    assert 0 < left < len(store.manifest.shards) - 2
+    assert store.verify() == []
+    assert len(store.data().train) > 0
+    again = run(*large)
+    assert again.exit_code == 0, again.output
+    assert f"to be made: {left} of " in again.stderr
+    assert not list((tmp_path / "store").glob(".*"))
+
+
+def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path) -> None:
+    assert run(*command, "--part", "1/4").exit_code == 0
+    changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
+    assert changed.exit_code == 2
+    last = changed.stderr.splitlines()[-1]
+    assert f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005 there, 0.3 now;" in last
+    chats.write_text(chats.read_text() + "\n")
+    assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
+
+
+# --- size ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_much_is_asked_for(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before the answer; a script has to say --yes."""
+    monkeypatch.setattr(features, "LARGE_GIB", 1e-5)
+    assert "are much: give --yes if that is meant" in run(*command).stderr
+    monkeypatch.setattr(features, "_on_terminal", lambda: True)
+    asked = run(*command, stdin="n\n")
+    assert asked.exit_code == 130
+    assert "Write 0.0 GiB into" in asked.stderr
+    assert "nothing was written" in asked.stderr
+    assert not (tmp_path / "store").exists()
+    assert run(*command, "--part", "1/4", stdin="y\n").exit_code == 0
+    assert run(*command, "--yes").exit_code == 0
+
+
+def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    result = run(*command, "--yes")
+    assert result.exit_code == 2
+    assert "GiB do not fit into the 0.00 GiB that are free" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each process is told, done here one after the other; then nothing is missing."""
+    told: list[list[str]] = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, arguments: list[str], **settings: Any) -> None:
+            told.append(arguments)
+            result = run(*arguments[3:])
+            assert result.exit_code == 0, result.output
+            assert result.stderr == ""
+
+        def poll(self) -> int:
+            return 0
+
+        def communicate(self) -> tuple[str, str]:
+            return "", ""
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    result = run(*command, "--workers", 3, "--device", "cpu,cpu")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "is complete" in result.stderr
+    assert len(told) == 3
+    shards = [int(i) for arguments in told for i in arguments[arguments.index("--only") + 1].split(",")]
+    assert sorted(shards) == list(range(len(Store(tmp_path / "store").manifest.shards)))
+    assert all(arguments[1:4] == ["-m", "eyas", "features"] for arguments in told)
+
+
+def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said which, why and how to go on; the others finish. (Real processes, but of another program.)"""
+    popen, count = subprocess.Popen, iter(("import os; os.kill(os.getpid(), 9)", "import sys; sys.exit('eyas: error: no space left')"))
+
+    def start(arguments: list[str], **settings: Any) -> Any:
+        return popen([sys.executable, "-c", next(count)], **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    result = run(*command, "--workers", 2)
+    assert result.exit_code == 2
+    shards = len(Store(tmp_path / "store").manifest.shards)
+    assert result.stderr.splitlines()[-1] == (
+        f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
+    )
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no data": (("features", "--output", "o"), "Missing option '--data'"),
+    "nothing to verify": (("features", "--output", "o", "--verify"), "holds no features"),
+    "a part of nothing": (("--part", "3/2"), "--part is like 2/4"),
+    "layers that are words": (("--layers", "last"), "--layers are whole numbers"),
+    "layers outside": (("--layers", "0,5"), "--layers are from 0 to 4"),
+    "an unknown method": (("--method", "eagle9"), "unknown method 'eagle9'"),
+    "a method without a net": (("--method", "eagle3,vanilla"), "vanilla has nothing to train"),
+    "an unknown option": (("--method", "eagle1"), "unknown option 'head.layers'"),
+    "too few layers": (("--head.layers", "auto"), "name layers with --head.layers"),
+    "small batches": (("--batch-tokens", 16), "batch_tokens is 16, the longest example"),
+    "no tokenizer": (("--target", "bare"), "no tokenizer"),
+    "no such device": (("--device", "tpu9,tpu8"), "device 'tpu9' cannot be used"),
+    "two sources": (("train", "--data", "chat.jsonl", "--features", "store", "--output", "o"), "give only one of --data and --features"),
+    "no features": (("train", "--features", "./nowhere", "--output", "o"), "'nowhere' holds no features"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str) -> None:
+    arguments, words = BAD[name]
+    result = run(*arguments) if arguments[0] in ("features", "train") else run(*command, *arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("eyas: error: ")
+    assert words in last
+
+
+def test_what_cannot_be_trained_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """By name: layers that are not there, other lengths, another tokenizer."""
+    assert run(*command[:7], "--method", "eagle1", "--max-length", 64).exit_code == 0
+    train = ("train", "--target", "llama", "--output", tmp_path / "new", *TRAINING, "--features", tmp_path / "store")
+    missing = run(*train, "--method", "eagle3", "--head.layers", "0,1,2")
+    assert missing.stderr.splitlines()[-1].endswith("make features with `eyas features --layers 0,1,2,4`")
+    assert "was made with max_length 64, so it cannot be 32" in run(*train, "--max-length", 32).stderr
+    held = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    held["tokenizer"]["chat template"] = "0" * 64
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps(held))
+    assert "was made with another tokenizer" in run(*train).stderr

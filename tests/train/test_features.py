@@ -1,0 +1,325 @@
+"""Features on disk: the same training as online, whole shards whatever happens, and refusals by name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zoo
+from eyas import drafters
+from eyas.errors import EyasError, InputError, ModelError, OptionError
+from eyas.target import Target
+from eyas.train.data import Batches, Data, Example, Examples, Report
+from eyas.train.features import batch_of, fill, studied
+from eyas.train.loop import TrainConfig, train
+from eyas.train.store import Settings, Store, plan
+
+LAYERS = (2, 4, 5, 8)  # what eagle3 reads of eight layers; eagle1 reads the last
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.set_num_threads(1)
+    return Target(zoo.tiny("llama", num_hidden_layers=8), "tiny-llama")
+
+
+def language(count: int, seed: int) -> Examples:
+    generator, found = torch.Generator().manual_seed(seed), Examples()
+    for i in range(count):
+        length = 9 + (i * 7) % 30
+        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        found.append(Example(ids, [t >= 4 for t in range(length)]))
+    return found
+
+
+DATA = Data(language(30, 0), language(6, 1), Report(lines=37, bad=1, problems=["chat.jsonl:7: not JSON"], examples=36), "d" * 64)
+
+
+def settings(target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000) -> Settings:
+    return Settings(
+        {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}, {"vocabulary": "v", "chat template": "t"},
+        tuple(layers), target.hidden_size, dtype, {"files": [{"name": "chat.jsonl", "sha256": "d" * 64}], "sha256": "d" * 64}, 64, 0.05,
+        shard_bytes,
+    )  # fmt: skip
+
+
+def begun(folder: Path, target: Target, **options: Any) -> Store:
+    folder.mkdir(parents=True, exist_ok=True)
+    plan(settings(target, **options), DATA, {"eyas": "0"}).write(folder)
+    return Store(folder)
+
+
+def made(folder: Path, target: Target, batch_tokens: int = 128, **options: Any) -> Store:
+    store = begun(folder, target, **options)
+    fill(store, target, store.missing(), batch_tokens)
+    assert store.finish()
+    return Store(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    """A whole store in float32; not to be changed."""
+    return made(tmp_path_factory.mktemp("features"), target).folder
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """The same, to be broken."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+# --- the same training ---------------------------------------------------------------------------------------------------------------
+
+
+def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]:
+    config = TrainConfig(
+        steps=3, batch_tokens=256, max_length=64, warmup_steps=1, eval_every=2, save_every=0, log_every=1, precision="float32", lr=1e-3
+    )
+    train(drafters.find(method).random(target, seed=1), data.train, data.heldout, config, folder)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [entry["heldout"]["loss"] if "heldout" in entry else entry["loss"] for entry in log]
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3"])
+def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: Target, folder: Path) -> None:
+    """Guards the order of examples and layers, the held-out split and the packing. Float32: equal up to the order of sums in another
+    batch; bfloat16: within its rounding (2^-8 of a feature), and not equal, or it was not what had been read."""
+    online = losses(target, method, DATA, tmp_path / "online")
+    assert losses(target, method, Store(folder).data(), tmp_path / "disk") == pytest.approx(online, rel=2e-6)
+    halved = losses(target, method, made(tmp_path / "half", target, dtype="bfloat16").data(), tmp_path / "halved")
+    assert halved == pytest.approx(online, rel=0.01)
+    assert halved != online
+    assert len(online) == 5
+
+
+def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
+    """The whole record of a batch, for layers in another order than they are stored in."""
+    drafter = drafters.find("eagle3").random(target)
+    drafter.wants = (5, 2, 4)
+    online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, Store(folder).data().train))
+    assert torch.equal(online.tokens_N, disk.tokens_N)
+    assert torch.equal(online.counted_N, disk.counted_N)
+    assert online.documents == disk.documents
+    torch.testing.assert_close(online.features_NF, disk.features_NF, atol=2e-5, rtol=1e-5)
+    assert disk.features_NF.shape[1] == 4 * target.hidden_size
+
+
+def test_the_examples_are_those_of_the_data(folder: Path) -> None:
+    data = Store(folder).data()
+    assert list(data.train) == list(DATA.train)
+    assert list(data.heldout) == list(DATA.heldout)
+    assert data.train[2:4] == [DATA.train[2], DATA.train[3]]
+    assert (data.report, data.sha256) == (DATA.report, DATA.sha256)
+
+
+def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Target, folder: Path) -> None:
+    """One example at a time or many: padding must not leak into what the target sees."""
+    alone = made(tmp_path, target, batch_tokens=40)
+    for i in range(36):
+        torch.testing.assert_close(alone.features(i, LAYERS), Store(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5)
+
+
+def test_layers_of_methods(target: Target) -> None:
+    """One folder serves all that the methods named read."""
+    kinds = {name: drafters.find(name) for name in ("eagle1", "eagle2", "eagle3")}
+    assert studied(target, [(kinds["eagle3"], None)]) == LAYERS
+    assert studied(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
+    with pytest.raises(OptionError, match="vanilla has nothing to train"):
+        studied(target, [(drafters.find("vanilla"), None)])
+
+
+# --- what is written -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest(folder: Path, target: Target) -> None:
+    held = json.loads((folder / "manifest.json").read_text())
+    assert (held["format"], held["version"], held["layers"], held["dtype"]) == ("eyas-features", 1, list(LAYERS), "float32")
+    assert held["target"] == {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}
+    assert "hidden_states" in held["layers_mean"]
+    assert held["report"]["problems"] == ["chat.jsonl:7: not JSON"]
+    assert (held["examples"]["train"], held["examples"]["heldout"]) == (30, 6)
+    shards = held["shards"]
+    assert len(shards) > 4
+    assert sum(shard["examples"] for shard in shards) == 36
+    for shard in shards:
+        assert shard["bytes"] <= 120_000 + 8 * 4 * shard["examples"]
+        tensors = load_file(folder / shard["file"])
+        assert {name: tuple(value.shape) for name, value in tensors.items() if name != "crc32"} == {
+            f"layer.{k}": (shard["tokens"], 48) for k in LAYERS
+        }
+        assert len(shard["sha256"]) == 64
+        assert sum(value.numel() * value.element_size() for value in tensors.values()) == shard["bytes"]
+
+
+def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
+    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out examples."""
+    store = begun(tmp_path, target)
+    fill(store, target, [1, 4, 2, 3], 128)
+    data = Store(tmp_path).data()
+    numbers = [*data.train.numbers, *data.heldout.numbers]  # type: ignore[attr-defined]
+    assert len(data.heldout) >= 1
+    assert min(numbers) < 10
+    assert max(data.train.numbers) > 20  # type: ignore[attr-defined]
+    assert sorted(numbers) == sorted(i for shard in (1, 2, 3, 4) for i in store.in_shard(shard))
+    for i in range(len(data.train)):
+        assert data.train.features(i, (8,)).shape == (len(data.train[i].ids), 48)  # type: ignore[attr-defined]
+
+
+def test_going_on_gives_the_same_bytes(tmp_path: Path, target: Target, folder: Path) -> None:
+    """Some shards now, the others later, in another order."""
+    store = begun(tmp_path, target)
+    fill(store, target, [3, 1], 128)
+    assert not store.finish()
+    with pytest.raises(EyasError):
+        Store(tmp_path / "nowhere")
+    later = Store(tmp_path)
+    assert 3 not in later.missing()
+    fill(later, target, later.missing()[::-1], 128)
+    assert later.finish()
+    for file in folder.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written stays, can be trained from, and the same again goes on; the message says so, and how much to free."""
+    store, calls, sync = begun(tmp_path, target), list[int](), os.fsync
+
+    def fsync(number: int) -> None:
+        calls.append(number)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(
+            InputError, match=r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run"
+        ):
+            fill(store, target, store.missing(), 128)
+    assert not list(tmp_path.glob(".*"))
+    assert 0 < len(Store(tmp_path).data().train) < 30
+    fill(store, target, store.missing(), 128)
+    assert store.finish()
+
+
+def broken(path: Path, at: int) -> None:
+    """One bit is another."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def read_all(data: Data) -> None:
+    for side in (data.train, data.heldout):
+        for i in range(len(side)):
+            side.features(i, LAYERS)  # type: ignore[attr-defined]
+
+
+def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
+    """One bit of a feature. Training that went on with it would be wrong without a sign."""
+    broken(copy / "shard-00002.safetensors", -5)
+    store = Store(copy)
+    assert store.verify() == [f"{copy}/shard-00002.safetensors is damaged: its checksum is another; {store._cure}"]
+    data = store.data()
+    with pytest.raises(
+        InputError, match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`"
+    ):
+        read_all(data)
+
+
+def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:
+    """As an interrupted copy leaves it: refused when training begins, made again by the command."""
+    path = copy / "shard-00001.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    store = Store(copy)
+    with pytest.raises(InputError, match=rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"):
+        store.data()
+    assert store.missing() == [1]
+    fill(store, target, [1], 128)
+    assert path.read_bytes() == (folder / path.name).read_bytes()
+    os.truncate(path, 5)
+    with pytest.raises(InputError, match="damaged: no header"):
+        store.data()
+
+
+def test_a_shard_of_other_features(copy: Path, tmp_path: Path, target: Target) -> None:
+    """Two folders mixed up: same names, same sizes."""
+    other = made(tmp_path / "other", Target(zoo.tiny("llama", num_hidden_layers=8, seed=5)))
+    shutil.copy(other.path(0), copy)
+    with pytest.raises(InputError, match=r"shard-00000.safetensors belongs to other features than manifest.json"):
+        Store(copy).data()
+
+
+def test_damaged_examples_and_manifests(copy: Path) -> None:
+    broken(copy / "examples.safetensors", -1)
+    with pytest.raises(InputError, match="another checksum than the manifest says"):
+        Store(copy)
+    manifest = copy / "manifest.json"
+    text = manifest.read_text()
+    for content, said in (
+        (text[:-9], "damaged"), (text.replace('"tokens": ', '"tokns": '), "damaged"), (text.replace("float32", "float16"), "was changed"),
+        (text.replace('"version": 1', '"version": 2'), "version 2: a newer eyas"), ("[]", "damaged"),
+    ):  # fmt: skip
+        manifest.write_text(content)
+        with pytest.raises(InputError, match=said):
+            Store(copy)
+    manifest.unlink()
+    with pytest.raises(InputError, match="holds no features"):
+        Store(copy)
+
+
+def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: Target) -> None:
+    store = Store(folder)
+    store.check(target, None)
+    with pytest.raises(InputError, match="features of another target: 'tiny-llama', not 'other'"):
+        store.check(Target(zoo.tiny("llama", num_hidden_layers=8, seed=5), "other"), None)
+    with pytest.raises(
+        InputError, match="holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4"
+    ):
+        store.need((2, 3, 6))
+    with pytest.raises(InputError, match="also reads 0"):
+        store.features(0, (0,))
+
+
+def test_nothing_to_train_from_yet(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InputError, match="holds no shard to train from yet"):
+        begun(tmp_path, target).data()
+
+
+def test_differences_are_said(target: Target) -> None:
+    then = settings(target)
+    assert then.differences(then, target.is_named) == []
+    now = settings(target, "bfloat16", (8,), 7)
+    assert then.differences(now, target.is_named) == [
+        "layers 2,4,5,8 there, 8 now", "dtype float32 there, bfloat16 now", "shard_bytes 120000 there, 7 now",
+    ]  # fmt: skip
+    assert then.differences(now, lambda _: False)[0] == "the target was 'tiny-llama', it is 'tiny-llama'"
+
+
+def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
+    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show as a loss of NaN."""
+    model = zoo.tiny("llama", num_hidden_layers=8)
+    large = begun(tmp_path / "large", target, dtype="float16")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e5)
+    with pytest.raises(OptionError, match=r"features of this target reach [\d.e+]+, too large for float16: store bfloat16"):
+        fill(large, Target(model), [0], 128)
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"features are NaN or infinite \(after layer 3\)"):
+        fill(large, Target(model), [0], 128)
+    with pytest.raises(OptionError, match="batch_tokens is 16, the longest example has"):
+        fill(large, target, [0], 16)

@@ -192,7 +192,7 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
 
         def __init__(self, arguments: list[str], **settings: Any) -> None:
             told.append(arguments)
-            result = run(*arguments[3:])
+            result = run(*arguments[3:], "--of", os.getppid())
             assert result.exit_code == 0, result.output
             assert result.stderr == ""
 
@@ -210,6 +210,14 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
     shards = [int(i) for arguments in told for i in arguments[arguments.index("--only") + 1].split(",")]
     assert sorted(shards) == list(range(len(Store(tmp_path / "store").manifest.shards)))
     assert all(arguments[1:4] == ["-m", "eyas", "features"] for arguments in told)
+
+
+def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """Killed, the first process cannot end the others: they must not go on unseen for days."""
+    assert run(*command, "--part", "1/4").exit_code == 0
+    before = Store(tmp_path / "store").missing()
+    assert run(*command, "--only", before[0], "--of", os.getppid() + 1).exit_code == 130
+    assert Store(tmp_path / "store").missing() == before
 
 
 def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

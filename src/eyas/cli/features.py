@@ -64,6 +64,7 @@ class _FeaturesCommand(MethodCommand):
     option("Machine", "--workers", type=click.IntRange(min=1), metavar="N", help="Processes, each with the target. Default: one a device."),
     option("Machine", "--part", default="1/1", metavar="K/N", help="Make every N-th shard only, from the K-th on."),
     option("Machine", "--only", hidden=True, metavar="I,...", help="Shards of a worker."),
+    option("Machine", "--of", type=int, hidden=True, metavar="PID", help="The process that began this worker."),
     MODEL_BASE,
 )
 @click.pass_context
@@ -204,17 +205,12 @@ def _work(llm: LLM, store: Store, todo: Sequence[int], given: dict[str, Any]) ->
     """Make these shards in this process."""
     from eyas.train.features import fill
 
-    parent = os.getppid()
-
-    def orphaned() -> None:
-        if given["only"] and os.getppid() != parent:
-            raise Interrupted("the process that began this one is gone")
-
     with _bar(sum(store.manifest.shards[i].tokens for i in todo), hidden=bool(given["only"])) as show:
 
         def on_batch(tokens: int) -> None:
             show(tokens)
-            orphaned()
+            if given["of"] not in (None, os.getppid()):
+                raise Interrupted("the process that began this one is gone")
 
         fill(store, llm.target, todo, given["batch_tokens"], on_batch)
 
@@ -228,7 +224,7 @@ class _Workers:
         self.processes = [self.start(todo[k::count], devices[k % len(devices)]) for k in range(count)]
 
     def start(self, shards: Sequence[int], device: str) -> subprocess.Popen[str]:
-        own = ["--only", ",".join(map(str, shards)), "--device", device, "--workers", "1", "--yes"]
+        own = ["--only", ",".join(map(str, shards)), "--of", str(os.getpid()), "--device", device, "--workers", "1", "--yes"]
         threads = str(max(1, (os.cpu_count() or 1) // self.count))
         environment = {"OMP_NUM_THREADS": threads, **os.environ} if device in ("cpu", "auto") else dict(os.environ)
         return subprocess.Popen([*self.command, *own], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)

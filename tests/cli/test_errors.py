@@ -28,7 +28,7 @@ GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 4)
 # --- what was asked for ----------------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "unknown command": (("generat", "x"), ["unknown command 'generat'", "did you mean generate?"]),
+    "unknown command": (("generat", "x"), ["unknown command 'generat'", "did you mean generate"]),
     "unknown flag": ((*GENERATE, "x", "--temprature", 1), ["--temprature", "--temperature"]),
     "flag without a value": ((*GENERATE, "x", "--seed"), ["--seed", "requires an argument"]),
     "no number": ((*GENERATE, "x", "--top-k", "many"), ["--top-k", "'many' is not a valid integer"]),

@@ -5,6 +5,7 @@
     python runs/make_tiny.py pretrain  --tokens out/tiny/tokens --model DIR_OR_NONE --output out/tiny/run --minutes 75 --long-minutes 15
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output src/eyas/tiny/weights
     python runs/make_tiny.py head      --model out/tiny/head --output src/eyas/tiny/weights/eagle1      (or eagle3)
+    python runs/make_tiny.py widen     --model out/tiny/head3a --output out/tiny/head3w
     python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
 Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
@@ -276,6 +277,19 @@ def head_stage(args: argparse.Namespace) -> None:
     print(f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB in {folder}")
 
 
+def widen_stage(args: argparse.Namespace) -> None:
+    """Give every head of a draft layer keys and values of its own, by repeating the shared ones: what the head says stays the same."""
+    from eyas import checkpoints
+
+    weights = checkpoints.load(args.model)
+    heads, shared, width = (weights.config[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    for name in ("layer.attention.k.weight", "layer.attention.v.weight"):
+        rows = weights.tensors[name].unflatten(0, (shared, width)).repeat_interleave(heads // shared, 0)
+        weights.tensors[name] = rows.flatten(0, 1).contiguous()
+    weights.config["num_kv_heads"] = heads
+    checkpoints.save(weights, args.output)
+
+
 @torch.no_grad()
 def report_stage(args: argparse.Namespace) -> None:
     """Held-out perplexity by position, distinct-3 and samples of the embedded model."""
@@ -329,6 +343,7 @@ def main() -> None:
     stage("tokens", tokens_stage, model, output, *data)
     stage("quantise", quantise_stage, model, output)
     stage("head", head_stage, model, output)
+    stage("widen", widen_stage, model, output)
     stage("report", report_stage, output, data[0], ("--book", dict(type=Path)))
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),

@@ -131,7 +131,7 @@ def draft_cross_entropy(
         chunk_elements: draft logits held at a time.
     """
     elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # a CPU's cache; a GPU's launches
-    per_answer = -(-hidden_KD.shape[0] // max(1, answers)) * head_vD.shape[0]
+    per_answer = max(1, -(-hidden_KD.shape[0] // max(1, answers))) * head_vD.shape[0]
     wanted = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
     found = _ThroughDraftHead.apply(  # type: ignore[no-untyped-call]
         hidden_KD, head_vD, answer_K, weight_K, answers, teacher, draft_ids_v, _rows_in(elements, per_answer), wanted

@@ -14,8 +14,10 @@ from eyas import checkpoints
 from eyas.decode import Decoder, Request
 from eyas.drafters._base import Batch, options_from
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
+from eyas.errors import OptionError
 from eyas.nn import Documents
 from eyas.target import Target
+from reference import plain_decode, run
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
 
@@ -142,3 +144,33 @@ def test_only_rows_that_count_are_worked_out(tiny_target: Target) -> None:
     assert float(whole.total.detach()) == pytest.approx(total, rel=1e-4)
     assert int(whole.count) == count > 0
     assert int(whole.sums["accuracy"]) == right
+
+
+def test_a_head_with_its_own_embedding_and_width(tiny_target: Target) -> None:
+    """Guards heads narrower than their target, which bring their own embedding: they load, draft losslessly and can be trained."""
+    options = options_from(Method.Options, {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2, "ttt.steps": 2, "head.layers": "0,1,3"})
+    wide = Method.random(tiny_target, options, seed=3, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16)
+    weights = wide.weights()
+    weights.tensors["embed.weight"] = torch.randn(tiny_target.vocab_size, 32)
+    drafter = Method.load(weights, tiny_target, options)
+    decoder = Decoder(tiny_target, drafter)
+    request = Request(tuple(range(3, 20)), 8)
+    assert run(decoder, [request])[0] == [plain_decode(tiny_target.model, request)]
+    ids = torch.arange(3, 15)
+    batch = Batch(ids, tiny_target.encode(ids[None], drafter.studies)[0], torch.arange(12) > 3, Documents((12,)))
+    assert drafter.loss(batch).total.isfinite()
+
+
+def test_layers_must_rise(tiny_target: Target) -> None:
+    """A head saved with layers in another order could not be read again: fc's columns follow them."""
+    with pytest.raises(OptionError, match=r"head\.layers must be rising numbers from 0 to 3"):
+        Method.random(tiny_target, options_from(Method.Options, {"head.layers": "3,1,0"}))
+
+
+def test_nothing_that_counts(tiny_target: Target) -> None:
+    """Documents of one and two tokens, of which nothing is foreseen."""
+    drafter = Method.random(tiny_target, options_from(Method.Options, {"head.layers": "0,1,3"}))
+    ids = torch.tensor([5, 6, 7])
+    batch = Batch(ids, tiny_target.encode(ids[None], drafter.studies)[0], torch.zeros(3, dtype=torch.bool), Documents((1, 2)))
+    loss = drafter.loss(batch)
+    assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)

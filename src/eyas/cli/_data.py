@@ -91,6 +91,12 @@ def read_data(llm: LLM, paths: Sequence[str], max_length: int, heldout: float) -
 
         longest = min(max_length, llm.target.context)
         data = read(list(paths), llm.tokenizer, max_length=longest, heldout=heldout, on_line=say)
+    largest, vocabulary = max(max(e.ids) for side in (data.train, data.heldout) for e in side), llm.target.vocab_size
+    if largest >= vocabulary:
+        raise InputError(
+            f"the tokenizer makes token {largest} of this data, the target's vocabulary is 0..{vocabulary - 1}: name the target's own "
+            "with --tokenizer"
+        )
     for problem in data.report.problems[:SHOWN_PROBLEMS]:
         note(problem)
     if len(data.report.problems) > SHOWN_PROBLEMS:

@@ -36,9 +36,7 @@ CROPS = ("halves", "last", "none")
 class Window:
     """What the draft's cache keeps of a long text (SEAGLE, section 3)."""
 
-    size: int | None = (
-        None  # last pairs that the draft sees, the sinks not counted; none: everything (seagle: what the head was trained on)
-    )
+    size: int | None = None  # last pairs that the draft sees, without the sinks; none: all (seagle: what the head was trained on)
     sink: int = 4  # first pairs that it always sees
     crop: Literal["halves", "last", "none"] = "halves"  # of a longer prompt it reads: first and last half of the window, the last part, all
 
@@ -114,8 +112,8 @@ class EagleMethod(Drafter):
         size = (self.trained_length or self.target.context) - window.sink - self.longest_path
         if size < 1:
             raise OptionError(
-                f"the head was trained on {self.trained_length} tokens, too few for {window.sink} sinks and a tree of depth "
-                f"{self.longest_path - 1}: give --window.size, or a shallower tree"
+                f"the head was trained on {self.trained_length or self.target.context} tokens, too few for {window.sink} sinks and a tree "
+                f"of depth {self.longest_path - 1}: give --window.size, or a shallower tree"
             )
         return window.sink, size
 
@@ -173,7 +171,7 @@ class EagleSession(DraftSession):
 
     def end(self, row: int, kept: int = 0) -> None:
         if not kept:
-            self.length_B[row] = self.pairs_B[row] = 0
+            self.length_B[row] = self.pairs_B[row] = self.bound[row] = 0
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
@@ -237,13 +235,13 @@ class EagleSession(DraftSession):
         self.length_B, self.pairs_B = self.length_B + read_B, self.pairs_B + read_B
         self.pending_B = torch.zeros_like(self.pending_B)
         if self.window:
-            self.bound = [bound + P for bound in self.bound]
+            self.bound = [min(bound + P, roots.longest) for bound in self.bound]
             self._trim()
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _reach(self, roots: Roots) -> int:
         """At most that many slots are in use in any row."""
-        return max(self.bound) if self.window else roots.longest
+        return min(max(self.bound), roots.longest) if self.window else roots.longest
 
     def growth(self, roots: Roots) -> Growth:
         """Read what is pending; then the levels of the tree can be expanded, in slots behind the committed ones."""
@@ -276,6 +274,8 @@ def own_table(table: Tensor | None, target: Target) -> Tensor | None:
     if table is None:
         return None
     table = table.to(device=target.device, dtype=target.dtype)
+    if table.shape[1] != target.hidden_size:
+        return table
     every = torch.arange(target.vocab_size, device=target.device)
     return None if torch.allclose(table, target.embed(every), rtol=1e-2, atol=1e-3) else table
 

@@ -61,9 +61,7 @@ class TrainingTimeTest:
 class NewHead:
     """What a head is like whose training begins. A trained head brings its own."""
 
-    layers: str = (
-        "auto"  # new heads only: layers of the target whose inputs are fused: like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
-    )
+    layers: str = "auto"  # new heads only: whose inputs are fused, like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
     draft_vocab: int | None = None  # new heads only: tokens that the head can draft, the most frequent ones; none: at most 32,000
     fc_norm: bool = False  # new heads only: norm each layer's features before fusing them (EAGLE-3.1)
     norm_output: bool = False  # new heads only: hand on the normed hidden (EAGLE-3.1)
@@ -285,7 +283,8 @@ class Method(EagleMethod):
                 last.weight.zero_()
             net.norm.weight.copy_(_final_scale(target))
             if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
-                net.head.weight.copy_(weight if ids_v is None else weight[ids_v.to(weight.device)])
+                rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
+                net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
         return method
 
     def weights(self) -> Weights:
@@ -351,6 +350,8 @@ class Method(EagleMethod):
         sums = {"accuracy": guesses.right_K[first_K].sum()}
         if test.steps > 1:
             sums[f"accuracy at step {test.steps}"] = guesses.right_K[step_K == test.steps - 1].sum()
+        if test.feature and self.shape.hidden_size != self.target.hidden_size:
+            raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
         if test.feature:
             true_KD = batch.features_NF[before_U[answer_IM[counts_IM]], -self.target.hidden_size :]
             feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.counts_K)
@@ -423,6 +424,6 @@ def _fused_layers(given: str | tuple[int, ...], target: Target) -> tuple[int, ..
         layers = tuple(int(part) for part in (given.split(",") if isinstance(given, str) else given))
     except ValueError as error:
         raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {given!r}") from error
-    if not layers or len(set(layers)) != len(layers) or not all(0 <= k < L for k in layers):
-        raise OptionError(f"head.layers must be different numbers from 0 to {L - 1}, the target's layers; got {given!r}")
+    if not layers or sorted(set(layers)) != list(layers) or not all(0 <= k < L for k in layers):
+        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {given!r}")
     return layers

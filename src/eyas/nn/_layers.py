@@ -105,12 +105,13 @@ class Attention(nn.Module):
     def query(self, x: Tensor, position: Tensor) -> Tensor:
         """[..., in_size] -> rotated queries [..., H, h]."""
         q = self.q(x)
-        return rope(q.view(*q.shape[:-1], -1, self.shape.head_dim), position, self.frequency(x.device))
+        return rope(q.unflatten(-1, (self.shape.num_heads, self.shape.head_dim)), position, self.frequency(x.device))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., in_size] -> keys, not yet rotated, and values [..., K, h]."""
         k, v = self.k(x), self.v(x)
-        return k.view(*k.shape[:-1], -1, self.shape.head_dim), v.view(*v.shape[:-1], -1, self.shape.head_dim)
+        sizes = (self.shape.num_kv_heads, self.shape.head_dim)
+        return k.unflatten(-1, sizes), v.unflatten(-1, sizes)
 
     def remember(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
         """Store keys and values in the cache; returns what is visible, [R, K, W, h] each."""

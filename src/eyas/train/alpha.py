@@ -32,7 +32,7 @@ def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, in
 def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
     """n-alpha for n = 0..depth-1 and tau, tokens emitted per cycle, of chain cycles."""
     rates = {f"{n}-alpha": a / r for n, (r, a) in enumerate(acceptance_by_depth(steps, depth)) if r}
-    return {**rates, "chain tau": tau_of(steps)}
+    return {**rates, "chain tau": tau_of(steps)} if steps else {}
 
 
 def tau_of(steps: Sequence[Step]) -> float:
@@ -42,8 +42,10 @@ def tau_of(steps: Sequence[Step]) -> float:
 
 
 def last_prompt(example: Example) -> tuple[int, ...]:
-    """The tokens before the last stretch that counts: what the assistant was to answer last."""
+    """The tokens before the last stretch that counts: what the assistant was to answer last. Of plain text, where all counts, half."""
     end = len(example.ids)
+    if all(example.counted):
+        return tuple(example.ids[: end // 2])
     while end and not example.counted[end - 1]:
         end -= 1
     while end and example.counted[end - 1]:

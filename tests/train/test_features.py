@@ -323,3 +323,13 @@ def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
         fill(large, Target(model), [0], 128)
     with pytest.raises(OptionError, match="batch_tokens is 16, the longest example has"):
         fill(large, target, [0], 16)
+
+
+def test_shards_stay_in_their_folder(copy: Path) -> None:
+    """A manifest from elsewhere may not name files outside of its folder: they would be read, or written over."""
+    path = copy / "manifest.json"
+    held = json.loads(path.read_text())
+    held["shards"][0]["file"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(held))
+    with pytest.raises(InputError, match="names a shard outside of its folder"):
+        Store(copy)

@@ -124,6 +124,8 @@ class Manifest:
                 raise InputError(f"{path} is of format {held['format']!r}, version {held['version']}: a newer eyas may read it")
             settings = Settings(**{f.name: held[f.name] for f in fields(Settings)})
             shards, examples = tuple(Shard(**shard) for shard in held["shards"]), held["examples"]
+            if outside := [shard.file for shard in shards if Path(shard.file).name != shard.file]:
+                raise InputError(f"{path} names a shard outside of its folder ({outside[0]}): do not use these features")
             found = cls(
                 replace(settings, layers=tuple(settings.layers)), Report(**held["report"]), examples["train"], examples["heldout"],
                 examples["sha256"], shards, held["versions"],

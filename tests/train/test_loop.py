@@ -243,6 +243,37 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("step", [3, 6, 12])
+@pytest.mark.parametrize("written", [False, True])
+def test_an_evaluation_that_dies_loses_no_step(
+    tmp_path: Path, undisturbed: Path, step: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended without warning in the evaluation, before or after its line of the log: the step is kept, the line is not there twice, and the
+    best head, the weights and the log are those of an undisturbed run. The first, a middle and the last evaluation."""
+    evaluate, write = loop._Run._heldout_figures, loop._Run._write
+
+    class CrashError(Exception):
+        pass
+
+    def crash(self: Any, line: Any = None) -> Any:
+        if self.step == step and (line is None or "heldout" in line):
+            if line is not None:
+                write(self, line)
+            raise CrashError
+        return evaluate(self) if line is None else write(self, line)
+
+    with monkeypatch.context() as patch, pytest.raises(CrashError):
+        patch.setattr(loop._Run, "_write" if written else "_heldout_figures", crash)
+        run(tmp_path)
+    assert (state(tmp_path)["step"], state(tmp_path)["evaluated"]) == (step, step - 3)
+    assert (log(tmp_path)[-1]["step"], "heldout" in log(tmp_path)[-1]) == (step if written or step % 2 == 0 else step - 1, written)
+    drafter = Toy()
+    outcome = run(tmp_path, drafter)
+    assert outcome.step == 12
+    assert drafter.losses == 2 * (12 - step)
+    assert_same_run(tmp_path, undisturbed)
+
+
 def killed(process: Any) -> None:
     process.kill()
     process.join()
@@ -462,6 +493,18 @@ def test_out_of_memory_names_the_batch(tmp_path: Path) -> None:
     drafter.loss = loss  # type: ignore[method-assign]
     with pytest.raises(FitError, match=r"batch of \d+ tokens; lower batch_tokens \(now 48\)"):
         run(tmp_path, drafter)
+
+
+def test_out_of_memory_in_an_evaluation_keeps_the_step(tmp_path: Path) -> None:
+    """The caller's figures come from decoding, which needs memory of its own: it is said, in one line, and the step is there."""
+
+    def evaluate(drafter: Any) -> dict[str, float]:
+        raise torch.OutOfMemoryError("of the device")
+
+    with pytest.raises(FitError, match=r"^out of memory while held-out prompts were decoded; the state of step 3 stays in ") as told:
+        run(tmp_path, evaluate=evaluate)
+    assert "\n" not in str(told.value)
+    assert state(tmp_path)["step"] == 3
 
 
 def test_what_cannot_be_trained(tmp_path: Path) -> None:

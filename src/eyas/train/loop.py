@@ -1,12 +1,13 @@
 """The training loop. It knows no method: a `Drafter` has a net, a loss and weights, and that is all it asks for.
 
     examples --> Batches --> target.encode (frozen) --> drafter.loss --> backward, sum over processes, clip, optimiser
-                                                    |-- every eval_every: held-out loss, the caller's figures, keep the best
                                                     |-- every save_every: state.pt
+                                                    |-- every eval_every: held-out loss, the caller's figures, keep the best
 
 What happens at a step is a function of the options, the data and the step's number alone: the place in the data is (epoch, index) and
 every random number is seeded from (seed, step, number of the batch in the step). So a run that was killed anywhere and resumed ends with
-the same bits, on a device that computes the same bits twice (a CPU does). Several processes (`dist.py`) share the batches of a step; they
+the same bits, on a device that computes the same bits twice (a CPU does). An evaluation that the state does not know of is made again,
+and its line of the log is written anew. Several processes (`dist.py`) share the batches of a step; they
 can go on where one process stopped, and the other way round, up to the rounding of sums.
 
 In the folder:  state.pt       everything that resuming needs, always whole, whatever the number of processes
@@ -118,8 +119,8 @@ def _trained(run: _Run, world: World, resume: bool) -> Outcome:
     with interrupt:
         try:
             while True:
+                run.save_if_due()  # before the evaluation: whatever ends that, the step is kept
                 run.evaluate_if_due()
-                run.save_if_due()
                 stopped = world.any(interrupt.asked)
                 if run.ended or stopped:
                     break
@@ -163,7 +164,8 @@ class _Run:
         self.bf16 = config.precision != "float32" and has_bf16(drafter.target.device)
         self.step, self.tokens, self.seconds_before = 0, 0, 0.0
         self.position = (0, 0)  # epoch, index of the next batch in it
-        self.evaluated, self.saved, self.stale = 0, -1, 0  # steps of the last evaluation and saving; evaluations since the best one
+        self.evaluated, self.stale = 0, 0  # step of the last evaluation; evaluations since the best one
+        self.saved = (-1, 0)  # step and last evaluation of the state on disk
         self.best: dict[str, Any] | None = None  # step, figures, and in the first process net
         self.heldout: dict[str, float] = {}
         self.sums: dict[str, float] = {}  # of the steps since the last line of the log
@@ -186,7 +188,7 @@ class _Run:
         if state is not None:
             self.optimiser.load(state["optimisers"], self.world.part)
             self.tell(f"resumed at step {self.step} of {self.steps}")
-        self.log = Log(self.folder / "log.jsonl", self.step) if first else None
+        self.log = Log(self.folder / "log.jsonl", self.step, {"heldout": self.evaluated}) if first else None
         self.trackers: list[Tracker] = []
         if first:
             self.trackers = open_trackers(self.config.trackers, self.folder, asdict(self.config), self.step)
@@ -229,7 +231,8 @@ class _Run:
         self.step, self.tokens, self.seconds_before = state["step"], state["tokens"], state["seconds"]
         self.position = (state["position"][0], state["position"][1])
         self.best, self.heldout, self.sums = state["best"], state["heldout"], state["sums"]
-        self.evaluated, self.stale, self.saved = state["evaluated"], state["stale"], self.step
+        self.evaluated, self.stale = state["evaluated"], state["stale"]
+        self.saved = (self.step, self.evaluated)
         self.tokens_before = self.tokens
 
     def finish(self, interrupted: bool) -> Outcome:
@@ -268,7 +271,7 @@ class _Run:
         self.optimiser.zero_grad()
         sums: dict[str, Tensor] = {}
         for index, batch in mine:
-            with self._memory_told(self.batches.tokens(batch)):
+            with self._memory_told(self._batch_said(self.batches, batch)):
                 loss = self._loss(self.batches, batch, (config.seed, step, index), training=True)
                 self.world.backward(loss.total, last=index == mine[-1][0])
             _add(sums, loss)
@@ -317,11 +320,14 @@ class _Run:
         return torch.autocast(self.drafter.target.device.type, dtype=kind) if kind else nullcontext()
 
     @contextmanager
-    def _memory_told(self, tokens: int) -> Iterator[None]:
+    def _memory_told(self, what: str) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise FitError(f"out of memory with a batch of {tokens} tokens; lower batch_tokens (now {self.config.batch_tokens})") from error
+            raise FitError(f"out of memory {what}; {self.kept}") from error
+
+    def _batch_said(self, batches: Batches, batch: Sequence[int]) -> str:
+        return f"with a batch of {batches.tokens(batch)} tokens; lower batch_tokens (now {self.config.batch_tokens})"
 
     def _check_finite(self, value: Tensor | float) -> None:
         if not math.isfinite(value):
@@ -330,7 +336,8 @@ class _Run:
 
     @property
     def kept(self) -> str:
-        return f"the state of step {self.saved} stays in {self.folder}" if self.saved >= 0 else "no state had been saved yet"
+        step, _ = self.saved
+        return f"the state of step {step} stays in {self.folder}" if step >= 0 else "no state had been saved yet"
 
     # --- evaluation, state, log
 
@@ -340,20 +347,25 @@ class _Run:
             return
         with self.world.gathered(self.net):
             figures = self._heldout_figures()
-        self.evaluated, self.heldout = self.step, figures
-        if not figures:
-            return
-        self._write({"step": self.step, "heldout": figures})
-        judged = "loss" in figures
-        better = judged and (self.best is None or figures["loss"] < self.best["figures"]["loss"])
-        self.stale = 0 if better or not judged else self.stale + 1
+        worse = self.best is not None and "loss" in figures and figures["loss"] >= self.best["figures"]["loss"]
+        better = "loss" in figures and not worse
+        best = self._as_best(figures) if better else self.best
+        if figures:
+            self._write({"step": self.step, "heldout": figures})
+        # Together, and after the line of the log: a resumed run either knows of this evaluation, or leaves its line out and makes it again.
+        self.evaluated, self.heldout, self.best, self.stale = self.step, figures, best, self.stale + 1 if worse else 0
         if better:
-            self.best = {"step": self.step, "figures": figures}
-            with self.world.gathered(self.net):
-                if self.world.first:
-                    self.best["net"] = {name: value.detach().cpu().clone() for name, value in self.net.state_dict().items()}
             self.publish(self.step)
-        self.tell(f"step {self.step}: held-out {figures_text(figures)}{' (not better)' if self.stale else ''}")
+        if figures:
+            self.tell(f"step {self.step}: held-out {figures_text(figures)}{' (not better)' if worse else ''}")
+
+    def _as_best(self, figures: Mapping[str, float]) -> dict[str, Any]:
+        """The net as it is, with its figures; the weights in the first process only."""
+        best: dict[str, Any] = {"step": self.step, "figures": figures}
+        with self.world.gathered(self.net):
+            if self.world.first:
+                best["net"] = {name: value.detach().cpu().clone() for name, value in self.net.state_dict().items()}
+        return best
 
     @torch.no_grad()
     def _heldout_figures(self) -> dict[str, float]:
@@ -366,12 +378,13 @@ class _Run:
             if tokens >= self.config.heldout_tokens:
                 break
         for _, (place, batch) in self.world.share(chosen):
-            with self._memory_told(self.heldout_batches.tokens(batch)):
+            with self._memory_told(self._batch_said(self.heldout_batches, batch)):
                 _add(sums, self._loss(self.heldout_batches, batch, ("heldout", place), training=False))
         figures = _means(self.world.sum(_floats(sums)))
         self._check_finite(figures.get("loss", 0.0))
         if self.more_figures is not None:
-            more = self.more_figures(self.drafter) if self.world.first else {}
+            with self._memory_told("while held-out prompts were decoded"):
+                more = self.more_figures(self.drafter) if self.world.first else {}
             figures.update({name: float(value) for name, value in self.world.told(more).items()})
         return figures
 
@@ -382,14 +395,14 @@ class _Run:
 
     def save(self) -> None:
         """The state; and, when nothing chooses a best head, the head as it is."""
-        if self.step == self.saved:
+        if (self.step, self.evaluated) == self.saved:
             return
         state = self.state()
         for value in state["net"].values():
             self._check_finite(value.detach().sum())
         if self.world.first:
             save_state(self.folder / "state.pt", state)
-        self.saved = self.step
+        self.saved = (self.step, self.evaluated)
         if self.best is None:
             self.publish(self.step)
 

@@ -85,10 +85,16 @@ def write_text(path: Path, text: str) -> None:
 class Log:
     """One JSON object a line; every one has a "step"."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        """Keep what an earlier run wrote up to this step: what comes after it will be done again."""
+    def __init__(self, path: Path, step: int, until: Mapping[str, int] | None = None) -> None:
+        """Keep what an earlier run wrote up to this step: what comes after it will be done again. `until`: of lines with this key, up to
+        another one.
+        """
         self.path = path
-        kept = [line for line in self._lines() if line.get("step", 0) <= step] if step else []
+
+        def last(line: Mapping[str, Any]) -> int:
+            return min((at for key, at in (until or {}).items() if key in line), default=step)
+
+        kept = [line for line in self._lines() if line.get("step", 0) <= last(line)] if step else []
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _lines(self) -> Iterator[dict[str, Any]]:

@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 
 import zoo
 from eyas import drafters
+from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
 from eyas.target import Target
 from eyas.train.data import Batches, Data, Example, Examples, Report
 from eyas.train.features import batch_of, fill, studied
 from eyas.train.loop import TrainConfig, train
 from eyas.train.store import Settings, Store, plan
+from train import toy
 
 LAYERS = (2, 4, 5, 8)  # what eagle3 reads of eight layers; eagle1 reads the last
 
@@ -128,13 +130,24 @@ def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Targ
         torch.testing.assert_close(alone.features(i, LAYERS), Store(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5)
 
 
-def test_layers_of_methods(target: Target) -> None:
-    """One folder serves all that the methods named read."""
+def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder serves all that the methods named read; no head is made for it, which takes gigabytes with a large target."""
     kinds = {name: drafters.find(name) for name in ("eagle1", "eagle2", "eagle3")}
+    heads = {name: kind.random(target) for name, kind in kinds.items()}
+    for name, kind in kinds.items():
+        monkeypatch.setattr(kind, "random", None)
+        assert set(heads[name].studies) == set(studied(target, [(kind, None)]))
+    assert studied(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
     assert studied(target, [(kinds["eagle3"], None)]) == LAYERS
     assert studied(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
     with pytest.raises(OptionError, match="vanilla has nothing to train"):
         studied(target, [(drafters.find("vanilla"), None)])
+
+
+def test_layers_of_a_method_of_the_users_own(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not tell without a net: then one is made."""
+    monkeypatch.setattr(toy.Toy, "random", lambda *_: toy.Toy())
+    assert studied(target, [(toy.Toy, None)]) == (1,)
 
 
 # --- what is written -----------------------------------------------------------------------------------------------------------------

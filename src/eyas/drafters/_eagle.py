@@ -75,6 +75,11 @@ class EagleMethod(Drafter):
     default_window: ClassVar[bool] = False
     trained_window: int | None = None  # pairs that its layer saw in training, where that was not everything
 
+    @classmethod
+    @abstractmethod
+    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
+        """What `studies` of a new head says; it takes no net to tell."""
+
     @property
     def dtype(self) -> torch.dtype:
         return self.shape_weight.dtype

@@ -141,6 +141,10 @@ class Method(EagleMethod):
         if max(path[-1] for path in self.choices) >= self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
 
+    @classmethod
+    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
+        return (target.num_layers,)
+
     @property
     def shape_weight(self) -> Tensor:
         return self.net.fc.weight

@@ -198,6 +198,10 @@ class Method(EagleMethod):
     def studies(self) -> tuple[int, ...]:
         return (*self.wants, self.target.num_layers)  # the last: what the target's own head reads
 
+    @classmethod
+    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
+        return (*_fused_layers(options.head.layers, target), target.num_layers)
+
     @property
     def shape_weight(self) -> Tensor:
         return self.net.fc.weight

@@ -57,7 +57,9 @@ def studied(target: Target, methods: Iterable[tuple[type[Drafter], Any]]) -> tup
     for kind, options in methods:
         if not kind.trainable:
             raise OptionError(f"the method {kind.__module__.rpartition('.')[2]} has nothing to train")
-        layers |= set(kind.random(target, options).studies)
+        options = kind.Options() if options is None else options
+        tell = getattr(kind, "layers_studied", None)  # a method of the user's own need not have it: then a head says it
+        layers |= set(tell(target, options) if tell else kind.random(target, options).studies)
     return tuple(sorted(layers))
 
 

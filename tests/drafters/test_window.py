@@ -184,6 +184,34 @@ def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> N
         make(target, **options)
 
 
+@pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
+def test_flags_without_a_window_are_refused(method: str, target: Target) -> None:
+    """They would be taken and do nothing. What the default says is no flag; seagle brings a window; a trained one has no sinks."""
+    kind = drafters.find(method)
+    own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
+
+    def random(**given: Any) -> Drafter:
+        return kind.random(target, options_from(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}}))
+
+    def load(trained: int | None = None, **given: Any) -> Drafter:
+        head = random()
+        head.trained_window = trained  # type: ignore[attr-defined]
+        return kind.load(head.weights(), target, options_from(kind.Options, {f"window.{name}": value for name, value in given.items()}))
+
+    for make_it in (load, random):
+        with pytest.raises(OptionError, match=r"window\.sink: this draft sees everything; give --window\.size too, or leave it out"):
+            make_it(sink=2)
+        with pytest.raises(OptionError, match=r"window\.sink and window\.crop: this draft .* leave them out"):
+            make_it(sink=0, crop="last")
+        assert make_it(sink=4, crop="halves").window() is None
+        assert make_it(sink=2, crop="last", size=9).window() == (2, 9)
+    if method == "eagle3":
+        assert load(12, crop="last").window() == (0, 12)
+        with pytest.raises(OptionError, match=r"window\.sink: this head was trained with a window of 12, without sinks; give"):
+            load(12, sink=2)
+        assert make(target, "seagle", **{"window.sink": 2, "window.crop": "last"}).options.window.sink == 2
+
+
 def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
     drafter = make(target, **{"window.size": 10, "window.sink": 2})

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from eyas.cache import WindowCache, slot_mask
+from eyas.checkpoints import Weights
 from eyas.drafters._base import Drafter, DraftSession, Roots
 from eyas.drafters._grow import Growth
-from eyas.errors import OptionError, near
+from eyas.errors import CheckpointError, OptionError, near
 from eyas.nn import LayerShape, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
 
-__all__ = ["EagleMethod", "EagleNet", "EagleSession", "Window", "own_table", "shape_like", "shape_of"]
+__all__ = ["EagleMethod", "EagleNet", "EagleSession", "Window", "check_sizes", "head_of", "own_table", "shape_like", "shape_of"]
 
 CROPS = ("halves", "last", "none")
 
@@ -104,6 +105,16 @@ class EagleMethod(Drafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
+
+    @classmethod
+    def check_window(cls, window: Window, trained: int | None = None) -> None:
+        """OptionError when flags would say nothing: they need a window, and only some methods and heads bring one (`trained`)."""
+        plain, brought = Window(), bool(trained) or cls.default_window
+        idle = ["window.sink"] if window.sink != plain.sink and (trained or not brought) else []
+        idle += ["window.crop"] if window.crop != plain.crop and not brought else []
+        if window.size is None and idle:
+            why = f"this head was trained with a window of {trained}, without sinks" if trained else "this draft sees everything"
+            raise OptionError(f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out")
 
     def window(self) -> tuple[int, int] | None:
         """(sink, size) of the draft's window, or None."""
@@ -272,6 +283,24 @@ class EagleSession(DraftSession):
 
 
 # --- what heads share when they are loaded or begun ------------------------------------------------------------------------------------
+
+
+def head_of(weights: Weights | None, method: str, said: str) -> Weights:
+    """CheckpointError when there is no head, or one of another method; `said` is ours in words."""
+    if weights is None:
+        raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
+    if weights.method != method:
+        raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of {said}")
+    return weights
+
+
+def check_sizes(weights: Weights, sizes: dict[str, tuple[str, int]]) -> None:
+    """CheckpointError when a number of the head's config is not the target's: key -> what it is called, the target's."""
+    for key, (name, mine) in sizes.items():
+        if weights.config[key] != mine:
+            raise CheckpointError(
+                f"{weights.source}: the head's {name} is {weights.config[key]}, the target's {mine}: it was made for another model"
+            )
 
 
 def own_table(table: Tensor | None, target: Target) -> Tensor | None:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Loss, Roots
-from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
+from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._grow import Growth, grow_static
-from eyas.errors import CheckpointError, OptionError, near
+from eyas.errors import OptionError, near
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
 from eyas.target import Target
@@ -156,16 +156,10 @@ class Method(EagleMethod):
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Strictly: hidden size and vocabulary must be the target's, every tensor must be there and nothing else."""
-        if weights is None:
-            raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
-        if weights.method != cls.reads:
-            raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of EAGLE-1/2")
-        config = weights.config
-        for key, name, mine in (("hidden_size", "hidden size", target.hidden_size), ("vocab_size", "vocabulary", target.vocab_size)):
-            if config[key] != mine:
-                raise CheckpointError(
-                    f"{weights.source}: the head's {name} is {config[key]}, the target's {mine}: it was made for another model"
-                )
+        weights = head_of(weights, cls.reads, "EAGLE-1/2")
+        check_sizes(weights, {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)})
+        config, options = weights.config, options or cls.Options()
+        cls.check_window(options.window)
         shape = shape_of(config)
         net = Net(shape, config["fc_bias"])
         shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
@@ -174,14 +168,15 @@ class Method(EagleMethod):
         net.load_state_dict({name: value for name, value in weights.tensors.items() if name != table})
         own = weights.tensors.get(table)
         net = net.to(device=target.device, dtype=target.dtype).eval()
-        method = cls(target, options or cls.Options(), net, shape, own_table(own, target))
+        method = cls(target, options, net, shape, own_table(own, target))
         method.trained_length = config.get("max_positions")
         return method
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
         """A head of the target's own layer shape (its width, heads and intermediate size) unless given otherwise."""
-        layer = shape_like(target, **shape)
+        layer, options = shape_like(target, **shape), options or cls.Options()
+        cls.check_window(options.window)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             net = Net(layer)
@@ -190,7 +185,7 @@ class Method(EagleMethod):
                     nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
                 elif name.endswith("bias"):
                     nn.init.zeros_(weight)
-        return cls(target, options or cls.Options(), net.to(device=target.device, dtype=target.dtype).eval(), layer)
+        return cls(target, options, net.to(device=target.device, dtype=target.dtype).eval(), layer)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Loss, Roots
-from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
+from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import Guesses, draft_cross_entropy, weighted_smooth_l1
@@ -215,21 +215,13 @@ class Method(EagleMethod):
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Strictly: sizes must be the target's, every tensor must be there and nothing else."""
-        if weights is None:
-            raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
-        if weights.method != cls.reads:
-            raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of EAGLE-3")
-        config = weights.config
-        sizes = (
-            ("target_hidden_size", "target's hidden size", target.hidden_size),
-            ("vocab_size", "vocabulary", target.vocab_size),
-            ("hidden_size", "hidden size", target.hidden_size if "embed.weight" not in weights.tensors else config["hidden_size"]),
-        )
-        for key, name, mine in sizes:
-            if config[key] != mine:
-                raise CheckpointError(
-                    f"{weights.source}: the head's {name} is {config[key]}, the target's {mine}: it was made for another model"
-                )
+        weights = head_of(weights, cls.reads, "EAGLE-3")
+        config, options = weights.config, options or cls.Options()
+        check_sizes(weights, {
+            "target_hidden_size": ("target's hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size),
+            **({} if "embed.weight" in weights.tensors else {"hidden_size": ("hidden size", target.hidden_size)}),
+        })  # fmt: skip
+        cls.check_window(options.window, config.get("window"))
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
             raise CheckpointError(f"{weights.source}: the head speaks through the target's lm_head but has another hidden size")
         if max(config["feature_layers"] or (0,)) >= target.num_layers:
@@ -251,7 +243,7 @@ class Method(EagleMethod):
         net = net.to(device=target.device, dtype=target.dtype).eval()
         draft_ids_v = weights.tensors["draft_ids"].to(target.device) if ids else None
         own = own_table(weights.tensors.get("embed.weight"), target)
-        method = cls(target, options or cls.Options(), net, shape_of(config), layers, draft_ids_v, own)
+        method = cls(target, options, net, shape_of(config), layers, draft_ids_v, own)
         method.trained_length, method.trained_window = config.get("max_positions"), config.get("window")
         return method
 
@@ -259,6 +251,7 @@ class Method(EagleMethod):
     def random(cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any) -> Self:
         """A head of the target's own layer shape (its width, heads and intermediate size) unless given otherwise."""
         options, layer = options or cls.Options(), shape_like(target, **shape)
+        cls.check_window(options.window)
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         plan = Architecture(target.hidden_size, len(layers), size, fc_norm=options.head.fc_norm, carries_normed=options.head.norm_output)

@@ -63,6 +63,7 @@ def parser(about: str, name: str, tokens: int | None, seeds: int) -> argparse.Ar
     made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="held-out chats: the last user turn of each is answered")
     made.add_argument("--target", help="default: the embedded model")
     made.add_argument("--output", type=Path, default=Path(f"docs/results/{name}.json"), help="and the plot beside it (%(default)s)")
+    made.add_argument("--features", type=Path, metavar="FOLDER", help="what an experiment left in its work folder: taken as it is")
     made.add_argument("--work", type=Path, default=Path(f"out/{name}"), help="features, heads, answers (default: %(default)s)")
     if tokens is not None:
         made.add_argument("--tokens", type=int, default=tokens, help="that each head is trained on (default: %(default)s)")
@@ -177,6 +178,9 @@ def features(
         choose: (train, held out), asked when they are wanted; else they are the first of the files' examples by hash.
     """
 
+    if args.features:
+        return _given(llm, args.features, layers, tokens)
+
     def from_files() -> tuple[Examples, Examples]:
         data = read(files, llm.tokenizer, max_length=settings.max_length, heldout=settings.heldout)
         return by_hash(data.train, tokens), by_hash(data.heldout, args.heldout_tokens)
@@ -203,6 +207,15 @@ def features(
         fill(store, llm.target, [shard], 8192)
     store.finish()
     return store.data()
+
+
+def _given(llm: LLM, folder: Path, layers: Sequence[int], tokens: int) -> Data:
+    """The first of the examples of a finished store, in its own order."""
+    store = Store(folder)
+    if not llm.target.is_named(store.settings.target["fingerprint"]) or not set(layers) <= set(store.settings.layers):
+        raise EyasError(f"{folder} holds features of another target, or lacks one of the layers {', '.join(map(str, layers))}")
+    data = store.data()
+    return Data(first(data.train, tokens), data.heldout, data.report, data.sha256)
 
 
 def report_of(sides: tuple[Examples, Examples]) -> Report:

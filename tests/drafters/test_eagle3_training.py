@@ -17,6 +17,8 @@ from eyas.drafters.eagle3 import Method, TrainingTimeTest
 from eyas.errors import OptionError
 from eyas.nn import Documents
 from eyas.target import Target
+from eyas.train.data import Example
+from eyas.train.loop import TrainConfig, train
 from reference import plain_decode, run
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
@@ -165,6 +167,15 @@ def test_layers_must_rise(tiny_target: Target) -> None:
     """A head saved with layers in another order could not be read again: fc's columns follow them."""
     with pytest.raises(OptionError, match=r"head\.layers must be rising numbers from 0 to 3"):
         Method.random(tiny_target, options_from(Method.Options, {"head.layers": "3,1,0"}))
+
+
+def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(tiny_target: Target, tmp_path: Path) -> None:
+    """It speaks through the target's lm_head: its loss would have nothing to train. Said before a state or a log is begun."""
+    drafter = Method.random(tiny_target, options_from(Method.Options, {"head.layers": "0,1,3"}))
+    drafter.net.head = None
+    with pytest.raises(OptionError, match="speaks through the target's lm_head and cannot be trained"):
+        train(drafter, [Example([1, 2, 3, 4], [True] * 4)], [], TrainConfig(), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_that_counts(tiny_target: Target) -> None:

@@ -196,6 +196,9 @@ class Method(EagleMethod):
 
     @property
     def studies(self) -> tuple[int, ...]:
+        """OptionError for a head that cannot be trained: asked for before the first step."""
+        if self.net.head is None:
+            raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
         return (*self.wants, self.target.num_layers)  # the last: what the target's own head reads
 
     @classmethod
@@ -372,8 +375,7 @@ class Method(EagleMethod):
         def teacher(answers: slice) -> Tensor:
             return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
 
-        if self.net.head is None:
-            raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
+        assert self.net.head is not None, "studies has said so"
         hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps, bool(self.recompute)))
         normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
         guesses = draft_cross_entropy(

@@ -140,7 +140,7 @@ class _Run:
         evaluate: Evaluate | None, progress: OnProgress | None, about: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         method = type(drafter).__module__.rpartition(".")[2]
-        if not drafter.trainable or drafter.net is None:
+        if not drafter.trainable or drafter.net is None or not drafter.studies:
             raise OptionError(f"the method {method} has nothing to train")
         if not len(examples):
             raise InputError("there are no training examples; give more data")

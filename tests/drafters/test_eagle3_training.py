@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from eyas import checkpoints
 from eyas.decode import Decoder, Request
 from eyas.drafters._base import Batch, options_from
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
-from eyas.errors import OptionError
+from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
 from eyas.target import Target
 from eyas.train.data import Example
@@ -167,6 +168,22 @@ def test_layers_must_rise(tiny_target: Target) -> None:
     """A head saved with layers in another order could not be read again: fc's columns follow them."""
     with pytest.raises(OptionError, match=r"head\.layers must be rising numbers from 0 to 3"):
         Method.random(tiny_target, options_from(Method.Options, {"head.layers": "3,1,0"}))
+
+
+def test_a_published_head_that_names_no_layers(tiny_target: Target, tmp_path: Path) -> None:
+    """--head.layers is for new heads: for a published one on a target of few layers the way out that is said must work."""
+    drafter = Method.random(tiny_target, options_from(Method.Options, {"head.layers": "0,2,3"}), seed=5)
+    checkpoints.save(drafter.weights(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {name: config["eyas"].pop(name) for name in ("feature_layers", "layer_ids")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FitError, match="this target has 4: where those of its training are known, write them into its config") as told:
+        Method.load(checkpoints.load(tmp_path), tiny_target)
+    assert "--head.layers" not in str(told.value)
+    (said,) = re.findall(r'"eyas": (\{.*\})$', str(told.value))
+    assert json.loads(said) == named
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eyas": {**config["eyas"], **json.loads(said)}}))
+    assert Method.load(checkpoints.load(tmp_path), tiny_target).wants == (0, 2, 3)
 
 
 def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(tiny_target: Target, tmp_path: Path) -> None:

@@ -232,7 +232,14 @@ class Method(EagleMethod):
                 f"{weights.source} reads hidden_states {list(config['feature_layers'])}, the target has 0..{target.num_layers - 1} "
                 'before its last norm; if the ids in config.json are inputs of layers, say so there: "eyas": {"layer_ids": "input"}'
             )
-        layers = _fused_layers(config["feature_layers"] or "auto", target)
+        layers = config["feature_layers"] or _default_layers(target)
+        if layers is None:
+            raise FitError(
+                f"{weights.source} names no layers, so it reads the inputs of 2, L/2 and L-3, which are three different ones from 7 layers "
+                f"on; this target has {target.num_layers}: where those of its training are known, write them into its config.json, like "
+                f'"eyas": {{"feature_layers": [0, {target.num_layers // 2}, {target.num_layers - 1}], "layer_ids": "input"}}'
+            )
+        layers = _fused_layers(layers, target)
         plan = Architecture(
             target.hidden_size, len(layers), config["draft_vocab_size"] if config["head"] == "own" else 0, config["fc_bias"],
             config["fc_norm"], config["norm_before_fc"], config["norm_before_residual"], config["carries"] == "normed",

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -407,12 +407,12 @@ class _Run:
             self.publish(self.step)
 
     def publish(self, step: int) -> None:
-        """The head in its published format, with the record of how it was made."""
+        """The head in its published format, in the dtype that it is used in, with the record of how it was made."""
         with self.world.gathered(self.net):
             weights = self.drafter.weights() if self.world.first else None
         if weights is None or self.log is None:
             return
-        checkpoints.save(weights, self.folder)
+        checkpoints.save(replace(weights, tensors=_in_dtype(weights.tensors, self.dtype)), self.folder)
         target, name = self.drafter.target, getattr(self.drafter.target, "name", "")
         write_record(self.folder, {
             "method": weights.method, "target": {"name": name, "fingerprint": target.fingerprint()}, **self.about,
@@ -455,6 +455,11 @@ def _add(sums: dict[str, Tensor], loss: Loss) -> None:
 
 def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in sums.items()}
+
+
+def _in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Maps of a vocabulary stay whole numbers."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:

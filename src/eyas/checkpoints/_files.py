@@ -27,8 +27,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
+_NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")  # heads that may lie beside the model they belong to
 _FETCHED_FIRST = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
-_FETCHED_ELSE = ["*.bin", "*.bin.index.json"]
+_FETCHED_ELSE = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
 
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
-    """The folder of a hub snapshot: config and safetensors, or .bin files where there are no safetensors."""
+    """The folder of a hub snapshot: config and safetensors, or pickled files where there are no safetensors."""
     import huggingface_hub
 
     try:
@@ -89,7 +90,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors, on the CPU, from the first of: safetensors, sharded safetensors, .bin, sharded .bin."""
+    """All tensors, on the CPU, from the first of: files named for a method, safetensors, sharded safetensors, .bin, sharded .bin."""
+    for name in _NAMED:
+        if (folder / name).is_file():
+            return (_read_safetensors if name.endswith(".safetensors") else _read_bin)(folder / name)
     for single, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
         if (folder / single).is_file():
             return read(folder / single)
@@ -153,15 +157,18 @@ def _first_line(error: BaseException) -> str:
 # --- writing ---------------------------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files under temporary names in `folder`, then rename them: weights first, so that config.json completes a new head."""
+def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = _SAFETENSORS) -> None:
+    """Write both files under temporary names in `folder`, then rename them: weights first, so that config.json completes a new head.
+
+    file: the name of the safetensors file.
+    """
     text = json.dumps(config, indent=2, allow_nan=False) + "\n"
-    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (_SAFETENSORS, _CONFIG)}
+    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (file, _CONFIG)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_unshared(tensors), temporary[_SAFETENSORS], metadata={"format": "pt"})
+        save_file(_unshared(tensors), temporary[file], metadata={"format": "pt"})
         temporary[_CONFIG].write_text(text, encoding="utf-8")
-        temporary[_SAFETENSORS].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
+        temporary[file].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
         for path in temporary.values():
             _to_disk(path)
         for name, path in temporary.items():

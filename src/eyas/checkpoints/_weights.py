@@ -40,7 +40,8 @@ class Weights:
 class Format(Protocol):
     """What a file of this folder offers. All of it is pure; errors are CheckpointErrors that need not name the source.
 
-    Whatever a folder holds, one format at most recognises it: the order of the files is no rule.
+    Whatever a folder holds, one format at most recognises it: the order of the files is no rule. A format whose weights are published
+    under another name than model.safetensors says so in a `FILE`.
     """
 
     METHODS: tuple[str, ...]
@@ -75,7 +76,7 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
-    """Write a draft head in its published format: `config.json` and `model.safetensors` in `folder`, which is made if absent.
+    """Write a draft head in its published format: `config.json` and its safetensors in `folder`, which is made if absent.
 
     Both files are written beside their places and then renamed into them, so that an interrupt leaves an older head whole; nothing
     else in the folder is touched. Raises InputError when the folder cannot be written or the disk is full.
@@ -83,8 +84,9 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     formats = {method: form for form in _formats() for method in form.METHODS}
     if weights.method not in formats:
         raise CheckpointError(f"no format here can hold a head of method {weights.method!r}; {near(weights.method, formats)}")
-    config, tensors = formats[weights.method].write(weights.method, weights.config, weights.tensors)
-    write(Path(folder).expanduser(), config, tensors)
+    form = formats[weights.method]
+    config, tensors = form.write(weights.method, weights.config, weights.tensors)
+    write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
 
 
 def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> None:
@@ -120,7 +122,5 @@ def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Form
     for form in _formats():
         if form.recognises(config, tensors.keys()):
             return form
-    if any(name.startswith(("model.layers.", "transformer.h.", "gpt_neox.")) for name in tensors):
-        raise CheckpointError("this looks like a whole language model, not a draft head: give it as the target")
     some = ", ".join(sorted(tensors)[:4]) + ", ..." * (len(tensors) > 4)
     raise CheckpointError(f"not a draft head of a format known here; it holds {len(tensors)} tensors: {some}")

@@ -86,6 +86,23 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
     assert "draft vocabulary or embeddings of the head" in refused.stderr
 
 
+def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """A head that was trained with a sliding window sees whole examples here: published with its window, it would be served otherwise than
+    it was trained. And no flag of a window passes that would do nothing."""
+    assert run(*command, "--steps", 2).exit_code == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    (tmp_path / "new" / "config.json").write_text(json.dumps({**config, "use_sliding_window": True, "sliding_window": 8}))
+    assert checkpoints.load(tmp_path / "new").config["window"] == 8
+    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    trained = run(*other, "--init", tmp_path / "new", "--steps", 2)
+    assert trained.exit_code == 0, trained.output
+    assert "was trained with a window of 8; here it sees whole examples" in trained.stderr
+    assert checkpoints.load(tmp_path / "more").config["window"] is None
+    refused = run(*other, "--init", tmp_path / "new", "--window.sink", 1)
+    assert refused.exit_code == 2
+    assert "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
+
+
 def test_interrupted_and_resumed_is_the_same_head(
     run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

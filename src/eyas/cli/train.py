@@ -152,10 +152,15 @@ def _method(name: str) -> type[Drafter]:
 def _drafter(kind: type[Drafter], llm: LLM, given: dict[str, Any], options: Any, data: Data, config: TrainConfig) -> Drafter:
     """A new head, made for what the data asks for, or the one that --init names."""
     from eyas import checkpoints
+    from eyas.drafters._eagle import EagleMethod
     from eyas.train.vocab import count_tokens
 
     if given["init"]:
-        return kind.load(checkpoints.load(given["init"]), llm.target, options)
+        drafter = kind.load(checkpoints.load(given["init"]), llm.target, options)
+        if isinstance(drafter, EagleMethod) and drafter.trained_window:
+            note(f"{given['init']} was trained with a window of {drafter.trained_window}; here it sees whole examples and has none")
+            drafter.trained_window = None
+        return drafter
     return kind.fresh(llm.target, options, config.seed, count_tokens(data.train, llm.target.vocab_size))
 
 

@@ -89,12 +89,23 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
             _work(llm, store, todo, given)
         else:
             del llm  # each worker loads its own
+            _give_back()
             _Workers(store, todo, workers, devices, ctx.meta[CALLED]).run()
     except KeyboardInterrupt:
         raise Interrupted(f"{_count(store)} are whole in {folder}; the same command goes on") from None
     if not given["only"]:
         _say(store)
     return 0
+
+
+def _give_back() -> None:
+    """What a target took is free again, on an accelerator too; what the accelerator's library keeps for a process is not much."""
+    import gc
+
+    import torch
+
+    gc.collect()  # its modules point at each other
+    torch.cuda.empty_cache()
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -236,7 +236,7 @@ def test_noise_depends_on_nothing_else() -> None:
 def test_noise_differs_by_seed_position_token_and_stream() -> None:
     """Guards each part of the key: 3 streams x 40 seeds x 40 positions x 25 tokens, all different. A 52-bit collision: odds 2e-6."""
     noise, position_BN = noise_of(*range(40)), torch.arange(40).expand(40, 40)
-    values = torch.stack([noise._uniform(stream, position_BN, 25) for stream in STREAMS])
+    values = torch.stack([noise._uniform(stream, position_BN, torch.arange(25)) for stream in STREAMS])
     assert len(values.flatten().unique()) == values.numel() == 120_000
 
 
@@ -270,10 +270,10 @@ def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
     """
     one, many = torch.tensor([[3]]), torch.arange(60_000)
     along = {
-        "tokens": noise_of(9)._uniform(stream, one, 60_000),
-        "positions": noise_of(9)._uniform(stream, many[None], 1),
-        "seeds": noise_of(*range(60_000))._uniform(stream, one.expand(60_000, 1), 1),
-        "last token of 32": noise_of(0)._uniform(stream, many[None, :60_000], 32)[..., -1],
+        "tokens": noise_of(9)._uniform(stream, one, torch.arange(60_000)),
+        "positions": noise_of(9)._uniform(stream, many[None], torch.arange(1)),
+        "seeds": noise_of(*range(60_000))._uniform(stream, one.expand(60_000, torch.arange(1)), 1),
+        "last token of 32": noise_of(0)._uniform(stream, many[None, :60_000], torch.arange(32))[..., -1],
     }
     for name, values in along.items():
         assert stats.kstest(values.flatten().numpy(), "uniform").pvalue > 1e-6, name
@@ -319,7 +319,9 @@ def test_neighbours_are_independent(kind: str) -> None:
     correlation. Power: correlations of 0.033 are found with more than 99 %.
     """
     position_BN = torch.arange(41).expand(41, 41)
-    grid = torch.stack([noise_of(*range(41))._uniform(stream, position_BN, 41) for stream in STREAMS])  # [stream, seed, position, token]
+    grid = torch.stack(
+        [noise_of(*range(41))._uniform(stream, position_BN, torch.arange(41)) for stream in STREAMS]
+    )  # [stream, seed, position, token]
     base = grid[0, :40, :40, :40]
     other = {
         "token": grid[0, :40, :40, 1:], "position": grid[0, :40, 1:, :40], "seed": grid[0, 1:, :40, :40],

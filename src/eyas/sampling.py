@@ -157,20 +157,24 @@ class Noise:
         greedy = [s.greedy for s in rows]
         return cls(torch.tensor([s.seed for s in rows], device=device), torch.tensor(greedy, device=device), all(greedy))
 
-    def _uniform(self, stream: int, position_BN: Tensor, count: int) -> Tensor:
-        """float64 [B, N, count] strictly inside (0, 1), 52 random bits each."""
+    def _uniform(self, stream: int, position_BN: Tensor, index_K: Tensor) -> Tensor:
+        """float64 [B, N, K] strictly inside (0, 1), 52 random bits each."""
         key_B1 = _mix(_mix(self.seed_B + _GOLDEN) + stream)[:, None]
         key_BN = _mix(key_B1 + (position_BN + 1) * _GOLDEN)
-        counter_K = torch.arange(1, count + 1, device=position_BN.device) * _GOLDEN
-        bits_BNK = _shift(_mix(key_BN[..., None] + counter_K), 12)
+        bits_BNK = _shift(_mix(key_BN[..., None] + (index_K + 1) * _GOLDEN), 12)
         return (bits_BNK.double() + 0.5) * 2.0**-52
 
-    def gumbel(self, position_BN: Tensor, vocab: int, stream: int = TARGET) -> Tensor:
-        """float32 [B, N, vocab]: the noise of every token at these absolute positions; zero in greedy rows."""
-        noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, vocab)))
+    def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = TARGET) -> Tensor:
+        """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy rows.
+
+        Args:
+            vocab: how many tokens, or the ids of those that are asked about.
+        """
+        tokens_V = torch.arange(vocab, device=position_BN.device) if isinstance(vocab, int) else vocab
+        noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
         """bool [B]: accept tests with these chances for the sibling-th child (0, 1, ...) of the node before `position_B`."""
-        uniform_B = self._uniform(self.ACCEPT, position_B[:, None], sibling + 1)[:, 0, sibling]
-        return uniform_B < chance_B
+        index_1 = torch.tensor([sibling], device=position_B.device)
+        return self._uniform(self.ACCEPT, position_B[:, None], index_1)[:, 0, 0] < chance_B

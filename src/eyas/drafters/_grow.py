@@ -3,7 +3,13 @@
 Both are given `Growth`: the state after the net has read everything committed, and `expand`, one forward of the net over a level's nodes.
 A level's nodes attend to the committed slots and to the levels' slots that `visible` names: their ancestors and themselves.
 
-Letters: B rows, Q nodes of a level, T nodes of all levels so far, K branch, N nodes of the final tree, D hidden, V vocabulary.
+Shared noise. The target draws argmax(log p + g), where the noise g of a (seed, position, token) is known beforehand, and what it draws does
+not depend on the tree (sampling.py). So a draft may rank its children by log q + g, with q processed by the row's own Sampling like p: it
+guesses what this very run will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). How likely a child is
+the drawn token is then a matter of the gaps between the perturbed scores; see `SHARPNESS`.
+
+Letters: B rows, Q nodes of a level, T nodes of all levels so far, K branch, X everything drafted, N nodes of the final tree (M without the
+root), L levels, D hidden, V vocabulary of the target, v that of the draft.
 """
 
 from __future__ import annotations
@@ -11,18 +17,25 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.drafters._base import Roots
-from eyas.errors import OptionError
+from eyas.errors import OptionError, near
 from eyas.sampling import Noise, law, process
 from eyas.tree import Choices, Draft, Tree
 
 __all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
+
+
+# A child's chance of being drawn is taken to be softmax(SHARPNESS * (log q + g)) over the vocabulary, which would be exact if the errors of
+# log q were Gumbel variables of scale 1 / SHARPNESS. Fitted on the embedded model's heads (docs/results.md).
+SHARPNESS = 2.0
+
+NOISES, EXPANSIONS = ("shared", "none"), ("value", "confidence")
 
 
 @dataclass(frozen=True)
@@ -32,15 +45,32 @@ class DynamicTree:
     nodes: int = 60  # verified per cycle, the root included
     depth: int = 8  # most draft tokens on a path
     branch: int = 10  # nodes expanded per level, and children of each
+    noise: str = "shared"  # sampling: rank children by what this run will draw (shared: the target's own noise), or by q alone (none)
+    expand: str = "value"  # which nodes are expanded: best by value (the whole path's probability), or by confidence (the node's own)
+    rerank: bool = True  # verify the best of everything drafted; false: of what was expanded, level by level
+    stop: float = 0.0  # no children for nodes whose path is not more probable than this
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "branch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"tree.{name} must be a whole number, 1 or more, got {value!r}")
+        for name, known in (("noise", NOISES), ("expand", EXPANSIONS)):
+            if getattr(self, name) not in known:
+                raise OptionError(f"unknown tree.{name} {getattr(self, name)!r}; {near(str(getattr(self, name)), known)}")
+        if not isinstance(self.rerank, bool):
+            raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
+        if not isinstance(self.stop, int | float) or isinstance(self.stop, bool) or not 0 <= self.stop < 1:
+            raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
+
+    @property
+    def log_stop(self) -> float:
+        return math.log(self.stop) if self.stop else -math.inf
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "dynamic", "nodes": self.nodes, "depth": self.depth, "branch": self.branch}
+        """Shape and noise, and what differs from the paper's method."""
+        unusual = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
+        return {"kind": "dynamic", "nodes": self.nodes, "depth": self.depth, "branch": self.branch, "noise": self.noise, **unusual}
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,17 @@ class Growth:
     def ids(self, draft: Tensor) -> Tensor:
         """The head's token ids -> the target's."""
         return draft if self.draft_ids_v is None else self.draft_ids_v[draft]
+
+    def noise(self, roots: Roots, level: int, vocab: int) -> Tensor:
+        """[B, 1, v]: what the target will add to log p where a level's children stand; zero in greedy rows."""
+        which = vocab if self.draft_ids_v is None else self.draft_ids_v
+        return roots.noise.gumbel(roots.position_B[:, None] + level + 1, which)
+
+    def seen(self, roots: Roots) -> Tensor | None:
+        """bool [B, 1, v]: tokens that stand in the rows; None where no row asks."""
+        if roots.history_BV is None:
+            return None
+        return (roots.history_BV if self.draft_ids_v is None else roots.history_BV[:, self.draft_ids_v])[:, None]
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -71,43 +112,69 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     """EAGLE-2 (seed paper, section 4): expansion by joint confidence, then reranking of everything that was drafted.
 
-    A node's score is the product of the draft's probabilities along its path. At every level the `branch` best new nodes are expanded into
-    `branch` children each; at the end the `nodes - 1` best of all are kept. Ties: by score, then shallower, then in order of drafting.
+    A node's value is the product of the chances along its path. At every level the `branch` best new nodes are expanded into `branch`
+    children each; at the end the `nodes - 1` best of all are kept. Ties: by value, then shallower, then in order of drafting.
     """
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
-    logq_BV = _log_q(growth.head(growth.hidden_BD))
-    K = min(shape.branch, logq_BV.shape[-1])
-    own_BK, best_BK = logq_BV.topk(K)
-    beam_tokens_BK = growth.ids(best_BK)
-    beam_score_BK, beam_index_BK = own_BK, torch.arange(K, device=device).expand(B, K)
-    features_BKD = growth.hidden_BD[:, None].expand(-1, K, -1)
-    visible_BKT = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
-    # everything drafted, in order of drafting: token, log q, score, and the parent's place in these lists (-1 = the root)
-    tokens, owns, scores, parents = [beam_tokens_BK], [own_BK], [beam_score_BK], [torch.full_like(beam_tokens_BK, -1)]
-    drafted = K
-    for level in range(shape.depth - 1):
-        hidden_BKD = growth.expand(beam_tokens_BK, features_BKD, visible_BKT, level)
-        own_BKK, best_BKK = _log_q(growth.head(hidden_BKD)).topk(K)
-        score_BX = (beam_score_BK[..., None] + own_BKK).flatten(1)
-        tokens.append(growth.ids(best_BKK).flatten(1))
-        owns.append(own_BKK.flatten(1))
-        scores.append(score_BX)
-        parents.append(beam_index_BK.repeat_interleave(K, dim=1))
-        if level == shape.depth - 2:
-            break
-        beam_score_BK, pick_BK = _best(score_BX, K)
-        row_BK = pick_BK // K
-        beam_index_BK, beam_tokens_BK = drafted + pick_BK, tokens[-1].gather(1, pick_BK)
-        features_BKD = hidden_BKD.gather(1, row_BK[..., None].expand_as(hidden_BKD))
-        kept_BKT = visible_BKT.gather(1, row_BK[..., None].expand_as(visible_BKT))
-        visible_BKT = torch.cat([kept_BKT, torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)], dim=-1)
-        drafted += K * K
-    return _rerank(roots, shape, *(torch.cat(x, dim=1) for x in (tokens, owns, scores, parents)))
+    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(roots)
+    children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, 0)
+    K = children.index.shape[-1]
+    eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
+    value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
+    # everything drafted, in order of drafting: token, log q, value, and the parent's place in these lists (-1 = the root)
+    drafted = [(growth.ids(children.index[:, 0]), children.own[:, 0], value_BX, torch.full_like(pick_BK, -1))]
+    beams, begin = [pick_BK], 0  # the places of the nodes that are expanded, level by level; where the last level begins
+    for level in range(1, shape.depth):
+        row_BK, index_BK = pick_BK // K, children.index.flatten(1).gather(1, pick_BK)
+        if seen_BQv is not None:
+            seen_BQv = _rows(seen_BQv, row_BK).scatter(2, index_BK[..., None], True)
+        hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, row_BK), visible_BKT, level - 1)
+        children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, level)
+        parent_BK1 = value_BX.gather(1, pick_BK)[..., None]
+        chance_BKK = children.chance.masked_fill(parent_BK1 <= shape.log_stop, -math.inf)
+        value_BX = (parent_BK1 + chance_BKK).flatten(1)
+        begin += drafted[-1][0].shape[1]
+        drafted.append((growth.ids(children.index).flatten(1), children.own.flatten(1), value_BX, beams[-1].repeat_interleave(K, dim=1)))
+        pick_BK = _best(value_BX if shape.expand == "value" else chance_BKK.flatten(1), K)[1]
+        beams.append(begin + pick_BK)
+        visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
+    tokens_BX, own_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
+    keep_BX = _best(value_BX, shape.nodes - 1)[1] if shape.rerank else torch.cat(beams, dim=1)
+    return _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
 
 
-def _rerank(roots: Roots, shape: DynamicTree, tokens_BX: Tensor, own_BX: Tensor, score_BX: Tensor, parent_BX: Tensor) -> Draft:
-    """Keep the best `nodes - 1`. A parent scores no less than its child and was drafted earlier, so it is kept whenever its child is."""
-    keep_BM = _best(score_BX, min(shape.nodes - 1, score_BX.shape[1]))[1].sort(dim=-1).values
+def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
+    """[B, K, Z]: of each row these nodes' values."""
+    return x_BQZ.gather(1, row_BK[..., None].expand(-1, -1, x_BQZ.shape[-1]))
+
+
+@dataclass(frozen=True)
+class _Children:
+    """The best children of Q nodes; siblings have distinct tokens."""
+
+    index: Tensor  # int64 [B, Q, K]; in the draft's vocabulary
+    own: Tensor  # float32 [B, Q, K]; log q
+    chance: Tensor  # float32 [B, Q, K]; log of how likely the target draws it, at most 0
+
+
+def _guess(growth: Growth, roots: Roots, shape: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int) -> _Children:
+    """What the draft takes for the best children of a level's nodes."""
+    logits_BQv = growth.head(hidden_BQD)
+    count = min(shape.branch, logits_BQv.shape[-1])
+    shared = shape.noise == "shared"
+    log_q_BQv = _log_q(_processed(logits_BQv, roots, seen_BQv) if shared else logits_BQv)
+    if not shared or roots.noise.all_greedy:
+        own_BQK, index_BQK = log_q_BQv.topk(count)
+        return _Children(index_BQK, own_BQK, own_BQK)
+    key_BQv = log_q_BQv + growth.noise(roots, level, logits_BQv.shape[-1])  # zero in greedy rows
+    index_BQK = key_BQv.topk(count).indices
+    own_BQK = log_q_BQv.gather(-1, index_BQK)
+    chance_BQK = _log_q(SHARPNESS * key_BQv).gather(-1, index_BQK)
+    return _Children(index_BQK, own_BQK, torch.where(roots.noise.greedy_B[:, None, None], own_BQK, chance_BQK))
+
+
+def _kept(roots: Roots, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: Tensor, value_BX: Tensor, parent_BX: Tensor) -> Draft:
+    """The tree of these nodes. A parent's value is no less than its child's and it was drafted earlier, so it is kept when its child is."""
     number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
     place_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
     parent_BM = parent_BX.gather(1, keep_BM)
@@ -116,9 +183,9 @@ def _rerank(roots: Roots, shape: DynamicTree, tokens_BX: Tensor, own_BX: Tensor,
     def with_root(root_B: Tensor, rest_BM: Tensor) -> Tensor:
         return torch.cat([root_B[:, None], rest_BM], dim=1)
 
-    candidate_BM = score_BX.gather(1, keep_BM) > -math.inf
+    candidate_BM = value_BX.gather(1, keep_BM) > -math.inf
     tree = Tree.build(
-        with_root(torch.full_like(roots.tokens_B, -1), parent_BM), shape.depth, with_root(torch.ones_like(roots.active_B), candidate_BM)
+        with_root(torch.full_like(roots.tokens_B, -1), parent_BM), depth, with_root(torch.ones_like(roots.active_B), candidate_BM)
     )
     score_BN = with_root(torch.zeros_like(own_BX[:, 0]), own_BX.gather(1, keep_BM))
     return Draft(tree, with_root(roots.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN)
@@ -149,11 +216,14 @@ def _levels(choices: Choices) -> tuple[list[int], list[_Level]]:
     return parents, levels
 
 
-def grow_static(growth: Growth, roots: Roots, choices: Choices) -> Draft:
-    """EAGLE-1's tree of fixed shape: a node's children are the draft's best tokens (greedy rows) or are drawn from q without replacement.
+def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "drawn") -> Draft:
+    """EAGLE-1's tree of fixed shape: a node's children are the draft's best tokens (greedy rows); in sampling rows, by `noise`,
 
-    Drawing: the largest log q + Gumbel noise (Kool, van Hoof, Welling 2019), q processed by the row's own Sampling like p, with noise of
-    the draft's own. Siblings stay in draw order. A node that q gives no mass is no candidate.
+    drawn: drawn from q without replacement, in the largest order of log q + Gumbel noise of the draft's own (Kool, van Hoof, Welling 2019);
+        siblings stay in draw order;
+    shared: chosen, as the largest of log q + the noise that the target will draw with.
+
+    q is processed by the row's own Sampling like p. A node that q gives no mass is no candidate.
     """
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
     parents, levels = _levels(choices)
@@ -172,9 +242,12 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices) -> Draft:
             visible_BQT = shape.mask_BNN[:, plan.inner][:, :, list(slot_of)]
             parent_of = [parents[n] for n in plan.inner]
             hidden_BND[:, plan.inner] = growth.expand(tokens_BN[:, plan.inner], hidden_BND[:, parent_of], visible_BQT, level - 1)
-        scores_BQV = _processed(growth.head(hidden_BND[:, plan.inner]), roots, shape, tokens_BN, plan.inner)
+        seen_BQV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, plan.inner]
+        scores_BQV = _processed(growth.head(hidden_BND[:, plan.inner]), roots, seen_BQV)
         key_BQV = scores_BQV
-        if not roots.noise.all_greedy:
+        if noise == "shared" and not roots.noise.all_greedy:
+            key_BQV = scores_BQV + growth.noise(roots, level, scores_BQV.shape[-1])
+        elif not roots.noise.all_greedy:
             place_BQ = roots.position_B[:, None] * N + torch.tensor(plan.inner, device=device)  # every node draws with noise of its own
             q_BQV = law(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
             key_BQV = torch.where(roots.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
@@ -191,8 +264,7 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices) -> Draft:
     return Draft(tree, tokens_BN, score_BN, q_BNV)
 
 
-def _processed(logits_BQV: Tensor, roots: Roots, shape: Tree, tokens_BN: Tensor, inner: list[int]) -> Tensor:
+def _processed(logits_BQv: Tensor, roots: Roots, seen_BQv: Tensor | None) -> Tensor:
     """The draft's scores after each row's own Sampling, with the prefix of each node."""
-    seen_BNV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, inner]
     rows = enumerate(roots.sampling)
-    return torch.stack([process(logits_BQV[b], s, None if seen_BNV is None else seen_BNV[b]) for b, s in rows])
+    return torch.stack([process(logits_BQv[b], s, None if seen_BQv is None else seen_BQv[b]) for b, s in rows])

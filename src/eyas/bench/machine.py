@@ -1,0 +1,171 @@
+"""The machine that numbers come from: its card, and whether somebody else was using it meanwhile.
+
+    before = snapshot()
+    ...                                             what is measured
+    busy(before, threads)                           a warning, or None
+    card(before, dtype="float32", device="cpu")     what stands beside every number
+
+What others used = what the cores that we may use did, less what this process and its children did. A limit in CPU seconds that a
+container sets (a quota) is not seen. This module knows no model, no task and no metric.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from eyas import __version__
+
+__all__ = ["Snapshot", "busy", "card", "commit", "cpu_name", "gpus", "snapshot", "versions"]
+
+CLONE = Path(__file__).parents[3]  # where .git is, if eyas runs from a clone
+MUCH = 0.1  # share of the cores that others may use without a word
+SHORTEST_SECONDS = 0.5  # the system counts CPU time in hundredths of a second: nothing is said about less
+IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user time already
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The clocks at one moment. Only differences of two mean something."""
+
+    seconds: float  # of a clock
+    all_seconds: float | None  # of CPU, by everybody, on the cores that we may use; None: the system does not tell
+    own_seconds: float  # of CPU, by this process and its children
+    load: float | None  # processes that ran or waited, over the last minute; None: the system does not tell
+
+
+def snapshot() -> Snapshot:
+    """Now."""
+    return Snapshot(time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
+
+
+def busy(before: Snapshot, threads: int, after: Snapshot | None = None) -> str | None:
+    """A line when other processes used much CPU since `before`; None when they did not, or when the system does not tell.
+
+    threads: of ours. after: the end of what was measured; now when left out.
+    """
+    after = after or snapshot()
+    seconds = after.seconds - before.seconds
+    if before.all_seconds is None or after.all_seconds is None or seconds < SHORTEST_SECONDS:
+        return None
+    cores = len(_cores())
+    others = (after.all_seconds - before.all_seconds - (after.own_seconds - before.own_seconds)) / seconds
+    if others < MUCH * cores:
+        return None
+    took = f"other processes used {others:.1f} of {cores} cores meanwhile"
+    if others + threads > cores:
+        return f"{took}, beside {threads} threads of ours: the times are too long, measure again when the machine is idle"
+    return f"{took}: caches, memory and clock are shared, so the times may be too long"
+
+
+def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
+    """What stands beside every number, as JSON. What the system does not tell is None.
+
+    before: of what was measured, for the load average then and now. dtype, device: of the target, in torch's names.
+    """
+    memory = psutil.virtual_memory()
+    return {
+        "cpu": cpu_name(),
+        "cores": len(_cores()),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory.total,
+        "gpus": gpus(),
+        "os": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "device": device,
+        "dtype": dtype,
+        "versions": versions(),
+        "commit": commit(),
+        "load_before": before.load if before else None,
+        "load_after": snapshot().load,
+    }
+
+
+def cpu_name() -> str:
+    """What the maker calls it; the architecture where nobody tells."""
+    told = Path("/proc/cpuinfo")
+    if told.is_file():
+        lines = told.read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    else:
+        name = _says("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    return name or platform.machine()
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that torch sees: name, memory_bytes and driver."""
+    if torch.cuda.is_available():
+        driver = (_says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [{"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None} for p in properties]
+    if torch.backends.mps.is_available():
+        return [{"name": "Apple GPU", "memory_bytes": psutil.virtual_memory().total, "driver": None}]
+    return []
+
+
+def versions() -> dict[str, str | None]:
+    """Of eyas and of what a speed depends on; None = not installed."""
+    found: dict[str, str | None] = {"eyas": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found | {"cuda": torch.version.cuda}
+
+
+def commit(clone: Path = CLONE) -> str | None:
+    """The commit of the clone that eyas runs from, with a + when tracked files were changed since; None when it is no clone."""
+    if not (clone / ".git").exists():
+        return None
+    at = _says("git", "-C", str(clone), "rev-parse", "HEAD")
+    changed = _says("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
+    return f"{at}{'+' if changed else ''}" if at else None
+
+
+def _says(*command: str) -> str | None:
+    """What a program prints; None when it is not there, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _all_seconds() -> float | None:
+    try:
+        times = psutil.cpu_times(percpu=True)
+        ours = [times[core] for core in _cores()]
+    except (OSError, IndexError, NotImplementedError, psutil.Error):  # a container may hide /proc/stat, or some cores of it
+        return None
+    return float(sum(value for core in ours for name, value in core._asdict().items() if name not in IDLE))
+
+
+def _own_seconds() -> float:
+    """Of this process, of children that have ended, and of those that run."""
+    total = 0.0
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it ended meanwhile, or is none of our business
+            continue
+        total += times.user + times.system + getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+    return float(total)

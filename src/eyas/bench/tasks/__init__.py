@@ -1,0 +1,179 @@
+"""The tasks of a benchmark: prompts by name, from the package, a file, a folder or the hub.
+
+    load("bundled")                        24 prompts of our own
+    load("spec_bench:question.jsonl")      a file of lines, whatever its format: _formats.py
+    load("spec_bench/rag:question.jsonl")  one of its tasks
+    load("eagle:FOLDER")                   every task of a folder
+    load("long:BOOK.txt@1000+4000")        passages of 1,000 and of 4,000 words
+    load("gsm8k")                          from the hub, with the package `datasets`
+    read_prompts("own.jsonl")              the user's own
+
+A line that cannot be used is named with its file and number, and the rest goes on. This package knows no model and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eyas.bench.tasks._formats import Prompt, asked, only
+from eyas.bench.tasks._long import passages, split_lengths
+from eyas.bench.tasks._sources import BUNDLED, TASKS, files_of, hub_lines, lines_of
+from eyas.errors import InputError, OptionError, near
+
+__all__ = ["Prompt", "load", "names", "read_prompts"]
+
+# Spec-Bench, section 4.1: MT-bench's eight categories are its one task of multi-turn conversation.
+MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+
+
+def names() -> tuple[str, ...]:
+    """The names that `load` knows."""
+    return tuple(TASKS)
+
+
+def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
+    """The prompts of a task, in the order of their file.
+
+    Args:
+        spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such as spec_bench/rag.
+        limit: so many prompts at most, of every part and category in proportion.
+        seed: which ones `limit` takes, and where the passages of `long` begin.
+
+    Raises:
+        OptionError: no such task, or an impossible limit. InputError: nothing there can be used; one line says why.
+        What cannot be used beside usable prompts is a warning each.
+    """
+    if limit is not None and limit < 1:
+        raise OptionError(f"a limit of {limit} leaves no prompt: at least 1")
+    whole, _, path = spec.partition(":")
+    name, _, part = whole.partition("/")
+    if name not in TASKS:
+        raise OptionError(f"there is no task {name!r}; {near(name, TASKS)}")
+    found, problems = _read(name, path, seed)
+    for problem in problems:
+        warnings.warn(problem, stacklevel=1)  # as of this package: the command line shows such a one as a note
+    if part:
+        parts = sorted({f.prompt.task.partition("/")[2] for f in found} - {""})
+        found = [f for f in found if f.prompt.task == whole]
+        if not found:
+            raise OptionError(f"task {name} has no part {part!r}; {near(part, parts)}")
+    return _pick(found, limit, seed)
+
+
+def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
+    """The user's own prompts, and one line for each line that cannot be used.
+
+    A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with any of them "id", "task" (else the
+    file's name), "system", "max_new_tokens", "raw". InputError when the file cannot be read or no line can be used.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file} {'is a folder' if file.exists() else 'does not exist'}; name a file of prompts, one a line")
+    reader = _Reader(file.name.partition(".")[0], own=True)
+    reader.read(lines_of(file))
+    return [f.prompt for f in _some(reader.found, reader.problems, str(file))], reader.problems
+
+
+class _Found(NamedTuple):
+    prompt: Prompt
+    category: str
+
+
+def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
+    """All prompts of a task, and what cannot be used."""
+    task = TASKS[name]
+    if name == "long":
+        if not path:
+            raise InputError(f"task long needs a path, long:PATH: {task.file}")
+        place, lengths = split_lengths(path)
+        prompts, problems = passages(Path(place), lengths, seed, task.max_new_tokens)
+        return _some([_Found(prompt, "") for prompt in prompts], problems, place), problems
+    if name == "bundled" and path:
+        raise OptionError("the bundled prompts have no path; for a file of your own give --prompts FILE")
+    reader = _Reader(name, task.max_new_tokens)
+    if name == "bundled":
+        reader.read(lines_of(BUNDLED))
+    elif path:
+        for file in files_of(name, Path(path)):
+            reader.read(lines_of(file), file.parent.name if name == "eagle" else "")
+    else:
+        reader.read(hub_lines(name))
+    return _some(reader.found, reader.problems, path or name), reader.problems
+
+
+def _some(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
+    if found:
+        return found
+    raise InputError(
+        f"{where}: no line can be used; the first: {problems[0]}" if problems else f"{where} is empty: there is no prompt in it"
+    )
+
+
+class _Reader:
+    """Lines to prompts of one task.
+
+    name: of the task. max_new_tokens: of prompts that say nothing themselves. own: the lines are the user's, in the ways of OWN, and
+    name their task themselves.
+    """
+
+    def __init__(self, name: str, max_new_tokens: int | None = None, own: bool = False) -> None:
+        self.name, self.max_new_tokens, self.own = name, max_new_tokens, own
+        self.found, self.problems, self.places = list[_Found](), list[str](), dict[str, str]()
+
+    def read(self, lines: Iterable[tuple[str, Any]], part: str = "") -> None:
+        """part: which part of the task these lines are; "" = they say so, or there are none."""
+        for number, (where, record) in enumerate(lines, start=1):
+            try:
+                if isinstance(record, InputError):
+                    raise record
+                found = self._prompt(record, number, part)
+                if found is None:
+                    continue
+                first = self.places.setdefault(found.prompt.id, where)
+                if first != where:
+                    raise InputError(f"the id {found.prompt.id} stands at {first} already: give each line its own")
+                self.found.append(found)
+            except InputError as error:
+                self.problems.append(f"{where}: {error}")
+
+    def _prompt(self, record: Any, number: int, part: str) -> _Found | None:
+        """None: the line belongs to another task of a common file."""
+        if self.own:
+            only(record)
+        name, category, fields = asked(record)
+        if self.name == "mt_bench" and category and category not in MT_BENCH:
+            return None
+        task = self._task(record, category, part)
+        prompt = Prompt(f"{task}/{name or number}", task, **fields)
+        return _Found(prompt if prompt.max_new_tokens else replace(prompt, max_new_tokens=self.max_new_tokens), category)
+
+    def _task(self, record: Any, category: str, part: str) -> str:
+        own = record.get("task") if self.own or self.name == "bundled" else None
+        if own is not None and (not isinstance(own, str) or not own.strip()):
+            raise InputError('"task" must be a string that is not empty')
+        if self.own:
+            return own or self.name
+        if self.name == "spec_bench":
+            part = "mt_bench" if category in MT_BENCH else category or "other"
+        part = part or own or ""
+        return f"{self.name}/{part}" if part else self.name
+
+
+def _pick(found: Sequence[_Found], limit: int | None, seed: int) -> list[Prompt]:
+    """At most `limit` of them, in their order. Every part and category gets its share, rounded up or down.
+
+    Sorted by category and shuffled within, then taken at even distances: a stretch of m of n holds limit * m / n of the places.
+    """
+    count = len(found)
+    if limit is None or limit >= count:
+        return [f.prompt for f in found]
+    rng = random.Random(seed)
+    order = sorted(range(count), key=lambda i: (found[i].prompt.task, found[i].category, rng.random()))
+    begin = rng.randrange(count)
+    chosen = sorted(order[(k * count + begin) // limit] for k in range(limit))
+    return [found[i].prompt for i in chosen]

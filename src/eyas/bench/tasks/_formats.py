@@ -1,0 +1,188 @@
+"""What one line of a benchmark's file asks. The format is seen by the line's own keys, not by the name of its file.
+
+    keys                              format
+    turns                             Spec-Bench, MT-bench, the EAGLE evaluation files: user turns, a question_id and a category
+    messages | conversations          a whole chat; one that ends with a reply is asked up to its longest reply
+    prompt, canonical_solution        HumanEval: plain continuation
+    instruction (, input)             Alpaca
+    article                           CNN/DailyMail, asked as Spec-Bench asks it
+    question | question_text          GSM8K, Natural Questions
+    prompt_ids                        token ids
+    prompt                            a user's message, or a list of the user's turns
+
+This module knows no file, no task and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from eyas.errors import InputError, near
+from eyas.train._chat import messages_of
+
+__all__ = ["OWN", "Asked", "Prompt", "asked", "only"]
+
+OWN = ("prompt", "messages", "turns", "prompt_ids")  # what a line of the user's own holds exactly one of
+NAMES = ("id", "question_id", "prompt_id", "task_id")  # how formats call a line's id, in the order in which they count
+SUMMARISE = "Summarize: "  # as in Spec-Bench's and EAGLE's files
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one prompt of a task asks: turns, or messages, or token ids; the others are empty."""
+
+    id: str  # stable within its task, "mt_bench/81"
+    task: str  # "mt_bench"; of a set of tasks "spec_bench/translation"
+    turns: tuple[str, ...]  # of the user; the second is asked after the model's own answer to the first
+    system: str | None = None
+    max_new_tokens: int | None = None  # where the task has a usual limit
+    raw: bool = False  # plain continuation, without the chat template
+    messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with what is to be answered
+    prompt_ids: tuple[int, ...] | None = None
+
+
+class Asked(NamedTuple):
+    """A line, read."""
+
+    name: str | None  # its own id
+    category: str  # "" where the format has none
+    fields: dict[str, Any]  # of Prompt
+
+
+def asked(record: Any) -> Asked:
+    """What a line asks. InputError, without the line's place, says why nothing."""
+    if not isinstance(record, Mapping):
+        raise InputError("not a JSON object; a line is one object")
+    read = next((read for keys, read in FORMATS if keys <= record.keys()), None)
+    if read is None:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise InputError(f'its keys ({keys}) are those of no known format; {{"prompt": "..."}} always works')
+    fields = {"turns": (), **read(record), **_manner(record)}
+    if fields.get("system") and not fields["turns"]:
+        raise InputError('"system" goes with "prompt" or "turns"; in "messages" it is the first message')
+    if fields.get("raw") and (fields.get("system") or len(fields["turns"]) != 1):
+        raise InputError('"raw" goes with one "prompt", without "system": it bypasses the chat template')
+    return Asked(_name(record), str(record.get("category") or ""), fields)
+
+
+def only(record: Any) -> None:
+    """InputError unless a line of the user's own asks one thing, in one of the ways of OWN."""
+    if not isinstance(record, Mapping):
+        raise InputError('not a JSON object; write {"prompt": "..."}')
+    given = [way for way in OWN if way in record]
+    if len(given) != 1:
+        close = next((f"; {key!r}: {hint}" for key in record if (hint := near(str(key), OWN)).startswith("did you")), "")
+        raise InputError(f"it has both {' and '.join(given)}: give one of them" if given else f"it has none of {', '.join(OWN)}{close}")
+
+
+# --- the formats -----------------------------------------------------------------------------------------------------------------------
+
+
+def _turns(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"turns": _all_said(record["turns"], "turns")}
+
+
+def _prompt(record: Mapping[str, Any]) -> dict[str, Any]:
+    asks = record["prompt"]
+    return {"turns": _all_said(asks, "prompt") if isinstance(asks, list) else (_said(asks, "prompt"),)}
+
+
+def _question(record: Mapping[str, Any]) -> dict[str, Any]:
+    key = "question" if "question" in record else "question_text"
+    return {"turns": (_said(record[key], key),)}
+
+
+def _article(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"turns": (SUMMARISE + _said(record["article"], "article"),)}
+
+
+def _instruction(record: Mapping[str, Any]) -> dict[str, Any]:
+    asks, given = _said(record["instruction"], "instruction"), record.get("input")
+    return {"turns": (f"{asks}\n\n{_said(given, 'input')}" if given else asks,)}
+
+
+def _continuation(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"turns": (_said(record["prompt"], "prompt"),), "raw": True}
+
+
+def _ids(record: Mapping[str, Any]) -> dict[str, Any]:
+    ids = record["prompt_ids"]
+    if not (isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)):
+        raise InputError('"prompt_ids" must be a list of token ids, whole numbers from 0')
+    return {"prompt_ids": tuple(ids)}
+
+
+def _chat(record: Mapping[str, Any]) -> dict[str, Any]:
+    messages = messages_of(record)
+    if not any(message["role"] == "user" for message in messages):
+        raise InputError("nobody asks anything in these messages; drop the line")
+    if messages[-1]["role"] == "assistant":
+        asked_at = next(k for k, message in enumerate(messages) if message["role"] == "user")
+        replies = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > asked_at]
+        if not replies:
+            raise InputError("no reply follows a question in these messages; drop the line")
+        messages = messages[: max(replies, key=lambda k: len(messages[k]["content"]))]
+    for number, message in enumerate(messages, start=1):
+        _said(message["content"] or "-", f"message {number}")
+    return {"messages": tuple(messages)}
+
+
+FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], dict[str, Any]]], ...] = (
+    (frozenset({"turns"}), _turns),
+    (frozenset({"messages"}), _chat),
+    (frozenset({"conversations"}), _chat),
+    (frozenset({"prompt", "canonical_solution"}), _continuation),
+    (frozenset({"instruction"}), _instruction),
+    (frozenset({"article"}), _article),
+    (frozenset({"question"}), _question),
+    (frozenset({"question_text"}), _question),
+    (frozenset({"prompt_ids"}), _ids),
+    (frozenset({"prompt"}), _prompt),
+)
+
+
+# --- what they share -------------------------------------------------------------------------------------------------------------------
+
+
+def _manner(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What any line may say about how it is asked."""
+    manner: dict[str, Any] = {}
+    if record.get("system") is not None:
+        manner["system"] = _said(record["system"], "system")
+    most = record.get("max_new_tokens")
+    if most is not None:
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InputError(f'"max_new_tokens" must be a whole number from 1, it is {most!r}')
+        manner["max_new_tokens"] = most
+    if "raw" in record:
+        if not isinstance(record["raw"], bool):
+            raise InputError('"raw" must be true or false')
+        manner["raw"] = record["raw"]
+    return manner
+
+
+def _name(record: Mapping[str, Any]) -> str | None:
+    name = next((record[key] for key in NAMES if record.get(key) is not None), None)
+    if name is None:
+        return None
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        raise InputError(f"the id must be a string or a whole number, it is {str(name)[:40]!r}")
+    return str(name).rpartition("/")[2] if "task_id" in record else str(name)  # HumanEval/12
+
+
+def _said(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f'"{what}" must be a string that is not empty')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f'"{what}" is not valid Unicode: half a surrogate pair at character {error.start}') from None
+    return value
+
+
+def _all_said(values: Any, what: str) -> tuple[str, ...]:
+    if not isinstance(values, list) or not values:
+        raise InputError(f'"{what}" must be a list of the user\'s turns, strings, at least one')
+    return tuple(_said(value, f"{what}[{k}]") for k, value in enumerate(values))

@@ -1,0 +1,136 @@
+"""The machine's card, and the warning that others used it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eyas.bench import machine
+from eyas.bench.machine import Snapshot, busy, card, commit, snapshot
+
+BEFORE = Snapshot(seconds=100.0, all_seconds=1000.0, own_seconds=50.0, load=0.5)
+
+
+def after(seconds: float, everybody: float, own: float) -> Snapshot:
+    """The clocks so much later."""
+    return Snapshot(100.0 + seconds, 1000.0 + everybody, 50.0 + own, 0.5)
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_cores", lambda: [0, 1, 2, 3])
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_our_own_work_is_not_somebody_elses() -> None:
+    """Bug: a bench that keeps every core busy warns of itself."""
+    assert busy(BEFORE, 4, after(10, everybody=40.3, own=40)) is None
+    assert busy(BEFORE, 4, after(10, everybody=43, own=40)) is None  # 0.3 of 4 cores
+    assert "0.5 of 4 cores" in str(busy(BEFORE, 4, after(10, everybody=44.6, own=40)))
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_taken_cores_are_told_from_shared_caches() -> None:
+    """Bug: one line for a machine that was full and for one with cores to spare."""
+    full, shared = busy(BEFORE, 3, after(10, everybody=50, own=30)), busy(BEFORE, 2, after(10, everybody=40, own=20))
+    assert full is not None
+    assert shared is not None
+    assert "2.0 of 4 cores meanwhile, beside 3 threads" in full
+    assert "2.0 of 4 cores meanwhile: caches" in shared
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_what_cannot_be_known_is_no_warning() -> None:
+    """Bug: a system without the counters, or half a second of them, ends a bench or warns at random."""
+    silent = replace(BEFORE, all_seconds=None)
+    assert busy(silent, 4, after(10, everybody=40, own=0)) is None
+    assert busy(BEFORE, 4, replace(silent, seconds=110.0)) is None
+    assert busy(BEFORE, 4, after(0.1, everybody=4, own=0)) is None
+
+
+def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: in a container without /proc/stat, or that shows fewer cores than may be used, a snapshot is a traceback."""
+
+    def hidden(percpu: bool) -> list[object]:
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr(psutil, "cpu_times", hidden)
+    assert snapshot().all_seconds is None
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [])
+    assert snapshot().all_seconds is None
+
+
+def test_a_snapshot_counts_us_and_our_children() -> None:
+    """Bug: the work of a worker process counts as somebody else's, while it runs or after it has ended."""
+    burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass\nprint(flush=True); input()"
+    first = snapshot()
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        running = snapshot()
+        child.communicate(b"\n")
+    ended = snapshot()
+    assert first.all_seconds is not None
+    assert running.all_seconds is not None
+    assert running.own_seconds - first.own_seconds >= 0.45
+    assert ended.own_seconds - first.own_seconds >= 0.45
+    assert running.all_seconds - first.all_seconds >= 0.4
+
+
+def test_idle_time_and_waiting_are_not_work() -> None:
+    """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
+    first, cores = psutil.cpu_times(percpu=True), len(machine._cores())
+    before = snapshot()
+    time.sleep(0.3)
+    passed = time.monotonic() - before.seconds
+    now = snapshot()
+    rested = sum(b.idle - a.idle for a, b in zip(first, psutil.cpu_times(percpu=True), strict=True))
+    assert now.all_seconds is not None
+    assert before.all_seconds is not None
+    if cores == len(first):  # idle and busy share what there is; the system counts in hundredths of a second per core
+        assert now.all_seconds - before.all_seconds <= cores * passed - rested + 0.1 * cores + 0.2
+
+
+def test_the_card_is_json_and_whole() -> None:
+    """Bug: a figure on the card cannot be written down, or is missing where this system surely tells it."""
+    found = json.loads(json.dumps(card(BEFORE, dtype="float32", device="cpu")))
+    assert found["cpu"]
+    assert 1 <= found["cores"] <= (os.cpu_count() or 1)
+    assert found["memory_bytes"] > 1 << 28
+    assert found["threads"] >= 1
+    assert (found["dtype"], found["device"], found["load_before"]) == ("float32", "cpu", 0.5)
+    assert {"eyas", "python", "torch", "transformers"} <= found["versions"].keys()
+    assert card()["load_before"] is None
+
+
+def test_the_commit_is_of_the_clone_and_says_when_files_were_changed(tmp_path: Path) -> None:
+    """Bug: an installed eyas names the commit of whatever repository its environment lies in; or changed files pass as the commit's."""
+    assert commit(tmp_path) is None
+
+    def git(*command: str) -> str:
+        named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", str(tmp_path), *named, *command], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        git("init", "-q")
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    assert commit(tmp_path) is None, "no commit yet"
+    (tmp_path / "x").write_text("1")
+    git("add", "x")
+    git("commit", "-q", "-m", "x")
+    head = git("rev-parse", "HEAD")
+    assert len(head) == 40
+    assert commit(tmp_path) == head
+    (tmp_path / "x").write_text("2")
+    assert commit(tmp_path) == f"{head}+"
+    (tmp_path / "inner").mkdir()
+    assert commit(tmp_path / "inner") is None

@@ -210,9 +210,6 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
         def poll(self) -> int:
             return 0
 
-        def communicate(self) -> tuple[str, str]:
-            return "", ""
-
     monkeypatch.setattr(subprocess, "Popen", Process)
     result = run(*command, "--workers", 3, "--device", "cpu,cpu")
     assert result.exit_code == 0, (result.output, result.exception)
@@ -232,8 +229,9 @@ def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...],
 
 
 def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said which, why and how to go on; the others finish. (Real processes, but of another program.)"""
-    popen, count = subprocess.Popen, iter(("import os; os.kill(os.getpid(), 9)", "import sys; sys.exit('eyas: error: no space left')"))
+    """It is said which, why and how to go on; the others finish, however much they say. (Real processes, but of another program.)"""
+    chatty = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.exit('eyas: error: no space left')"
+    popen, count = subprocess.Popen, iter(("import os; os.kill(os.getpid(), 9)", chatty, chatty, "pass"))
 
     def start(arguments: list[str], **settings: Any) -> Any:
         return popen([sys.executable, "-c", next(count)], **settings)
@@ -245,6 +243,7 @@ def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Pat
     assert result.stderr.splitlines()[-1] == (
         f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
     )
+    assert "eyas: error: worker 1 of 2: no space left; 0 of" in run(*command, "--workers", 2).stderr
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,8 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
         else:
             del llm  # each worker loads its own
             _give_back()
-            _Workers(store, todo, workers, devices, ctx.meta[CALLED]).run()
+            with tempfile.TemporaryDirectory() as notes:
+                _Workers(store, todo, workers, devices, ctx.meta[CALLED], Path(notes)).run()
     except KeyboardInterrupt:
         raise Interrupted(f"{_count(store)} are whole in {folder}; the same command goes on") from None
     if not given["only"]:
@@ -229,16 +231,21 @@ def _work(llm: LLM, store: Store, todo: Sequence[int], given: dict[str, Any]) ->
 class _Workers:
     """Processes that run this very command, each for some of the shards."""
 
-    def __init__(self, store: Store, todo: Sequence[int], count: int, devices: Sequence[str], called: Sequence[str]) -> None:
+    def __init__(
+        self, store: Store, todo: Sequence[int], count: int, devices: Sequence[str], called: Sequence[str], notes: Path
+    ) -> None:  # fmt: skip
+        """`notes`: a folder for what they say on stderr."""
         self.store, self.todo, self.count = store, todo, count
         self.command = [sys.executable, "-m", "eyas", "features", *called]
-        self.processes = [self.start(todo[k::count], devices[k % len(devices)]) for k in range(count)]
+        self.said = [notes / str(k) for k in range(count)]  # files, not pipes: unread, those hold up who says much
+        self.processes = [self.start(todo[k::count], devices[k % len(devices)], said) for k, said in enumerate(self.said)]
 
-    def start(self, shards: Sequence[int], device: str) -> subprocess.Popen[str]:
+    def start(self, shards: Sequence[int], device: str, said: Path) -> subprocess.Popen[bytes]:
         own = ["--only", ",".join(map(str, shards)), "--of", str(os.getpid()), "--device", device, "--workers", "1", "--yes"]
         threads = str(max(1, (os.cpu_count() or 1) // self.count))
         environment = {"OMP_NUM_THREADS": threads, **os.environ} if device in ("cpu", "auto") else dict(os.environ)
-        return subprocess.Popen([*self.command, *own], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+        with said.open("wb") as stderr:
+            return subprocess.Popen([*self.command, *own], stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
 
     def run(self) -> None:
         """Wait for all; EyasError when one did not do its part."""
@@ -256,10 +263,9 @@ class _Workers:
         except KeyboardInterrupt:
             self.stop()
             raise
-        heard = [process.communicate()[1] for process in self.processes]
-        for number, (process, said) in enumerate(zip(self.processes, heard, strict=True), start=1):
+        for number, (process, said) in enumerate(zip(self.processes, self.said, strict=True), start=1):
             if process.returncode:
-                last = said.strip().splitlines()[-1:] or [f"ended by signal {-process.returncode}"]
+                last = said.read_text(errors="replace").strip().splitlines()[-1:] or [f"ended by signal {-process.returncode}"]
                 kept = f"{_count(self.store)} are whole; run the same command again, it goes on"
                 raise EyasError(f"worker {number} of {self.count}: {last[0].removeprefix('eyas: error: ')}; {kept}")
 

@@ -8,15 +8,14 @@ t+1 of it, which is the root; head k foretells token t+2+k:
 A head does not know what stands between: the children of all nodes of a level are the same best tokens. So the tree is a product of lists
 of ranks, of which the likely part is kept: a fixed part (section 2.3.3), or in each cycle the paths whose product of probabilities is
 largest. Children are chosen, not drawn: at any temperature the same tokens come out as by plain decoding with the same seed. The paper's
-typical acceptance, which changes what is said, is not here.
+typical acceptance, which changes what is said, is not here. With shared noise (see `_grow`) a node's children are ranked by what this
+run will draw.
 
-What `hydra` shares with it is here too: trees by rank, the session that keeps one feature a row, the loss.
-Letters: B rows, K heads, N nodes, W ranks, D hidden, V vocabulary, M positions that count.
+Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M nodes below the root or positions that count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,13 +27,13 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._heads import FeatureSession, Objective, RankTree, best_children, check_head, check_objective, heads_loss, lm_head_like
 from eyas.drafters.eagle1 import StaticTree
-from eyas.errors import CheckpointError, OptionError, near
-from eyas.losses import draft_cross_entropy
+from eyas.errors import OptionError, near
 from eyas.target import Target
-from eyas.tree import Choices, Draft, Seen, Tree, Verdict, check_choices
+from eyas.tree import Choices, Draft, chain_choices, check_choices
 
-__all__ = ["FeatureSession", "HeadTree", "Method", "Net", "Objective", "RankTree", "check_head", "heads_loss", "lm_head_like"]
+__all__ = ["HeadTree", "Method", "Net", "ResBlock"]
 
 DECAY = 0.8  # each further head weighs less in the loss (section 2.2)
 BRANCH = 10  # children of a node in a dynamic tree
@@ -46,31 +45,33 @@ _CHILDREN = {
 }  # fmt: skip
 REFERENCE_TREE: Choices = check_choices((*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count))
 
-Objective = Literal["tokens", "law"]
-OBJECTIVES = ("tokens", "law")
 OUTPUTS = ("own", "target")
+NOISES = ("shared", "none")
 
 
 @dataclass(frozen=True)
 class HeadTree(StaticTree):
     """Which tree the heads draft."""
 
-    choices: str | Choices = "reference"  # reference (64 nodes), chain-N, dynamic (the most probable paths), or a JSON file
+    choices: str | Choices = "reference"  # reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file
     nodes: int | None = None  # of a dynamic tree: verified per cycle, the root included; none: 60
+    noise: str = "shared"  # sampling: rank children by what this run will draw (shared: the target's own noise), or by q alone (none)
 
     def __post_init__(self) -> None:
         if self.nodes is not None and self.choices != "dynamic":
             raise OptionError("tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices")
+        if self.noise not in NOISES:
+            raise OptionError(f"unknown tree.noise {self.noise!r}; {near(self.noise, NOISES)}")
 
     def dynamic(self, depth: int) -> DynamicTree | None:
         """The shape to grow by probability, or None: the tree is a fixed one."""
-        return DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH) if self.choices == "dynamic" else None
+        return DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise) if self.choices == "dynamic" else None
 
     def of_heads(self, heads: int, vocab_size: int) -> Choices:
         """The fixed tree for that many heads; OptionError when it asks for more than they have."""
         if self.choices == "reference":
             return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
-        choices = self.resolve()
+        choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
         depth, widest = max(map(len, choices)), 1 + max(path[-1] for path in choices)
         if depth > heads:
             raise OptionError(f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}")
@@ -108,11 +109,6 @@ class Options:
         check_objective(self.objective)
 
 
-def check_objective(objective: str) -> None:
-    if objective not in OBJECTIVES:
-        raise OptionError(f"unknown objective {objective!r}; {near(objective, OBJECTIVES)}")
-
-
 # --- the net ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -140,52 +136,6 @@ class Net(nn.Module):
     def output(self, k: int) -> Tensor | None:
         """Head k's own lm_head [V, D]."""
         return None if self.lm_head is None else self.lm_head[k].get_parameter("weight")
-
-
-# --- trees by rank ---------------------------------------------------------------------------------------------------------------------
-
-
-class RankTree:
-    """A fixed tree in tensors: below the root, node after node, its level and its rank among its parent's children."""
-
-    def __init__(self, choices: Choices, device: torch.device) -> None:
-        number = {(): 0} | {path: n for n, path in enumerate(choices, start=1)}
-        self.choices, self.depth = choices, max(map(len, choices))
-        self.width = 1 + max(path[-1] for path in choices)
-        self.parents_N = torch.tensor([-1, *(number[path[:-1]] for path in choices)], device=device)
-        self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)  # level * width + rank
-
-    def draft(self, roots: Roots, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
-        """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
-        B = len(roots.tokens_B)
-        tree = Tree.build(self.parents_N.expand(B, -1), self.depth)
-        scores_BN = F.pad(score_BM, (1, 0))
-        return Draft(tree, torch.cat([roots.tokens_B[:, None], tokens_BM], dim=1), scores_BN)
-
-
-# --- the session -----------------------------------------------------------------------------------------------------------------------
-
-
-class FeatureSession(DraftSession):
-    """All that it knows of a row is the target's feature of its newest committed token."""
-
-    def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, Roots], Draft]) -> None:
-        """grow: (feature_BD, roots) -> the draft."""
-        self.grow = grow
-        self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
-
-    def keep(self, row: int, length: int) -> int:
-        return length  # the prompt's last token is always offered again
-
-    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        self.feature_BD[row] = features_TF[-1]
-
-    def draft(self, roots: Roots) -> Draft:
-        return self.grow(self.feature_BD, roots)
-
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
-        last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
-        self.feature_BD = seen.features_BNF.gather(1, last_B1[..., None].expand(-1, -1, seen.features_BNF.shape[-1]))[:, 0]
 
 
 # --- the method ------------------------------------------------------------------------------------------------------------------------
@@ -282,9 +232,9 @@ class Method(Drafter):
                 return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
             return grow_dynamic(Growth(logits_BKV[:, 0], lambda logits: logits, expand), roots, self.dynamic)
-        logq_BKV = self.logits(feature_BD, self.tree.depth).float().log_softmax(-1)
-        own_BKW, token_BKW = logq_BKV.topk(self.tree.width)
-        return self.tree.draft(roots, *(x.flatten(1)[:, self.tree.flat_M] for x in (token_BKW, own_BKW)))
+        level_K = torch.arange(self.tree.depth, device=feature_BD.device)
+        best = best_children(self.logits(feature_BD, self.tree.depth), roots, self.options.tree.noise, level_K, self.tree.width)
+        return self.tree.draft(roots, *(x_BKW.flatten(1)[:, self.tree.flat_M] for x_BKW in best))
 
     def chain(self, depth: int) -> Method:
         """As deep as there are heads at most."""
@@ -308,68 +258,3 @@ class Method(Drafter):
             return self.net(features_ND[rows_M], k), lm_head_like(self.target) if own is None else own
 
         return heads_loss(self.target, batch, self.heads, guess, DECAY, self.options.objective)
-
-
-# --- what hydra shares -----------------------------------------------------------------------------------------------------------------
-
-
-def heads_loss(
-    target: Target, batch: Batch, heads: int, guess: Callable[[int, Tensor], tuple[Tensor, Tensor]], decay: float, objective: Objective
-) -> Loss:  # fmt: skip
-    """Cross-entropy of head k at token t, which foretells token t+2+k and counts when that token does; decay^k of it, summed.
-
-    Sums are told per token that counts for the first head; for further heads a few less count, at the ends of documents.
-
-    Args:
-        batch: the target's final features.
-        guess: (k, rows_M) -> what head k's lm_head reads at these tokens, [M, D], and that lm_head, [V, D].
-        objective: tokens: those that stand in the data; law: what the target would say after the tokens before.
-    """
-    tokens_N, N = batch.tokens_N, len(batch.tokens_N)
-    order_N, end_N = torch.arange(N, device=tokens_N.device), batch.documents.end_N(tokens_N.device)
-    total, count, right = torch.zeros((), device=tokens_N.device), torch.zeros((), dtype=torch.long), dict[int, Tensor]()
-    for k in range(heads):
-        goal_N = order_N + 2 + k
-        rows_M = (batch.counted_N[goal_N.clamp(max=N - 1)] & (goal_N < end_N)).nonzero()[:, 0]
-        goal_M, M = goal_N[rows_M], len(rows_M)
-
-        def teacher(part: slice, goal_M: Tensor = goal_M) -> Tensor:
-            if objective == "law":
-                return target.head(batch.features_NF[goal_M[part] - 1].to(target.dtype))
-            wanted_C1 = tokens_N[goal_M[part], None]
-            nothing_CV = torch.full((len(wanted_C1), target.vocab_size), -torch.inf, device=tokens_N.device)
-            return nothing_CV.scatter_(1, wanted_C1, 0.0)  # logits of the law that is sure of this token
-
-        hidden_MD, weight_VD = guess(k, rows_M)
-        every_M = torch.arange(M, device=tokens_N.device)
-        found = draft_cross_entropy(hidden_MD, weight_VD, every_M, torch.full_like(every_M, decay**k, dtype=torch.float), M, teacher)
-        total, right[k] = total + found.total, found.right_K.sum()
-        if k == 0:
-            count = torch.tensor(M, device=tokens_N.device)
-    sums = {"accuracy": right[0]}
-    if heads > 1:
-        sums[f"accuracy of head {heads}"] = right[heads - 1]
-    return Loss(total, count, sums)
-
-
-def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
-    """[V, D]: a head that says what the target's does, but for a softcap; `otherwise` where it is no plain matrix, or an OptionError."""
-    weight: Tensor | None = getattr(target.family.head, "weight", None)
-    if weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
-        return weight.detach() * target.family.logit_scale
-    if otherwise is None:
-        raise OptionError("the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own")
-    return otherwise
-
-
-def check_head(weights: Weights | None, reads: str, target: Target) -> Weights:
-    """The weights, if they are of this method and of the target's sizes; CheckpointError otherwise."""
-    if weights is None:
-        raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
-    if weights.method != reads:
-        raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of {reads}")
-    for key, name, mine in (("hidden_size", "hidden size", target.hidden_size), ("vocab_size", "vocabulary", target.vocab_size)):
-        found = weights.config[key]
-        if found is not None and found != mine:
-            raise CheckpointError(f"{weights.source}: the heads' {name} is {found}, the target's {mine}: they were made for another model")
-    return weights

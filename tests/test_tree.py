@@ -1,4 +1,5 @@
-"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix, and which static trees are refused."""
+"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix, what a merge of two holds, and which static
+trees are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.errors import OptionError
-from eyas.tree import Tree, chain_choices, check_choices
+from eyas.sampling import Noise
+from eyas.tree import Draft, Tree, chain_choices, check_choices, merge, twins
+from eyas.verify import verify
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
@@ -78,6 +81,79 @@ def test_candidates_are_what_the_drafter_says() -> None:
     """Guards scouts and padding: the flags pass through unchanged. Deterministic."""
     candidate_BN = torch.tensor([[True, False, True]])
     assert Tree.build(torch.tensor([[-1, 0, 0]]), 1, candidate_BN).candidate_BN.tolist() == candidate_BN.tolist()
+
+
+@st.composite
+def drafts(draw: st.DrawFn, rows: int) -> Draft:
+    """Trees over 4 tokens, so that two of them often share paths; a second sibling with the same token, and some others, are no candidates,
+    nor is what hangs below them."""
+    nodes, parents, tokens, candidates = draw(st.integers(1, 9)), [], [], []
+    for _ in range(rows):
+        parent, token, candidate = [-1], [0], [True]
+        for n in range(1, nodes):
+            parent.append(draw(st.integers(0, n - 1)))
+            token.append(draw(st.integers(0, 3)))
+            twin = any(candidate[m] and (parent[m], token[m]) == (parent[n], token[n]) for m in range(1, n))
+            candidate.append(not twin and candidate[parent[n]] and draw(st.integers(0, 5)) > 0)
+        parents, tokens, candidates = [*parents, parent], [*tokens, token], [*candidates, candidate]
+    tree = Tree.build(torch.tensor(parents), max(1, nodes - 1), torch.tensor(candidates))
+    return Draft(tree, torch.tensor(tokens), -torch.arange(rows * nodes).reshape(rows, nodes).float() - draw(st.integers(0, 9)))
+
+
+pairs = st.integers(1, 3).flatmap(lambda rows: st.tuples(drafts(rows), drafts(rows)))
+
+
+def prefix(draft: Draft, row: int, node: int) -> tuple[int, ...]:
+    """The tokens from the root to the node."""
+    return tuple(int(draft.tokens_BN[row, n]) for n in reversed(ancestors(draft.tree.parents_BN[row].tolist(), node)))
+
+
+def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """What the candidates stand for."""
+    return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.candidate_BN[row, n])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(pairs)
+def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> None:
+    """Guards the union: nothing lost, nothing twice, in rows that differ; every node keeps its number, its own prefix and its score, with
+    scouts and padding among them; parents stand before children; a united node's children hang below its twin."""
+    first, second = pair
+    both, N = merge(first, second), first.tree.nodes
+    assert both.tree.nodes == N + second.tree.nodes - 1
+    assert both.q_BNV is None
+    twin_BM = twins(first, second)
+    for row in range(both.tree.rows):
+        assert offered(both, row) == sorted({*offered(first, row), *offered(second, row)})
+        assert all(parent < n for n, parent in enumerate(both.tree.parents_BN[row].tolist()))
+        assert twin_BM[row, 0] == 0
+        for n in range(1, N):
+            assert prefix(both, row, n) == prefix(first, row, n)
+        for m in range(1, second.tree.nodes):
+            assert prefix(both, row, N + m - 1) == prefix(second, row, m)
+            same = [n for n in range(1, N) if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)]
+            assert [int(twin_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
+    assert first.score_BN is not None
+    assert second.score_BN is not None
+    assert both.score_BN is not None
+    assert torch.equal(both.score_BN, torch.cat([first.score_BN, second.score_BN[:, 1:]], 1))
+    assert merge(first, Draft(second.tree, second.tokens_BN)).score_BN is None
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(pairs, st.integers(0, 2**32 - 1))
+def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft], seed: int) -> None:
+    """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the accepted path is the longer one."""
+    first, second = pair
+    rows, greedy = first.tree.rows, Noise.of([None] * first.tree.rows)
+
+    def accepted(draft: Draft) -> list[list[int]]:
+        says = [[random.Random(f"{seed}{prefix(draft, b, n)}").randrange(4) for n in range(draft.tree.nodes)] for b in range(rows)]
+        verdict = verify(draft, torch.eye(4)[torch.tensor(says)], torch.zeros(rows, dtype=torch.long), greedy)
+        return [verdict.tokens_BP[b, : verdict.length_B[b]].tolist() for b in range(rows)]
+
+    better = [max(paths, key=len) for paths in zip(accepted(first), accepted(second), strict=True)]
+    assert accepted(merge(first, second)) == better
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -16,7 +16,7 @@ in the target's cache. This example holds two candidates for the next token and 
           |---- 2 --- 5                     4  x x     x
                                             5  x   x     x
 
-Letters: B rows, N nodes, P nodes on the longest path (max depth + 1), V vocabulary, F feature width.
+Letters: B rows, N nodes (M those of a second tree), P nodes on the longest path (max depth + 1), V vocabulary, F feature width.
 This module knows no model, no method and no sampling.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eyas.errors import OptionError
 
-__all__ = ["Choices", "Draft", "Seen", "Tree", "Verdict", "chain_choices", "check_choices"]
+__all__ = ["Choices", "Draft", "Seen", "Tree", "Verdict", "chain_choices", "check_choices", "merge", "twins"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Draft:
     score_BN: Tensor | None = None  # float32; log q of the node given its parent (0 at the root); None: the drafter has no q
     q_BNV: Tensor | None = None  # float32; the processed law AT node n from which its candidate children were drawn without
     # replacement, in node order; None: children were chosen, not drawn
+    block: bool = False  # with q: the tree is one chain, to be verified as a whole
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,50 @@ class Verdict:
     tokens_BP: Tensor  # int64; the tokens of those nodes; past the end: 0
     length_B: Tensor  # int64; nodes on the path, the root counted: >= 1
     bonus_B: Tensor  # int64; the token after the path: the next root
+
+
+def twins(draft: Draft, other: Draft) -> Tensor:
+    """int64 [B, M]: the candidate of `draft` that stands for the same tokens as each candidate of `other`; 0 for the root, -1 for none."""
+    tree, beside = draft.tree, other.tree
+    offered_BM = beside.candidate_BN & (beside.parents_BN >= 0)
+    alike_BMN = (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & offered_BM[..., None] & tree.candidate_BN[:, None]
+    twin_BM = torch.where(beside.parents_BN < 0, 0, -1)
+    for _ in range(min(tree.max_depth, beside.max_depth)):  # nodes find theirs once their parents have: one level a round
+        parent_BM = twin_BM.gather(1, beside.parents_BN.clamp(min=0))
+        found_BMN = alike_BMN & (parent_BM >= 0)[..., None] & (tree.parents_BN[:, None] == parent_BM[..., None])
+        twin_BM = torch.where(found_BMN.any(-1), found_BMN.int().argmax(-1), twin_BM)
+    return twin_BM
+
+
+def merge(draft: Draft, other: Draft, twin_BM: Tensor | None = None) -> Draft:
+    """Two trees below one root, as one of N + M - 1 nodes: those of `draft`, then those of `other` without its root.
+
+        0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         3 was the other's a: padding
+                                                                         |---- 4:c
+
+    Candidates that stand for the same tokens are united: the second becomes padding, its children hang below the first. What was drawn
+    is from here on chosen: there is no q of a merged tree. Scores need both to have them.
+
+    Args:
+        twin_BM: `twins(draft, other)`, where it is known already.
+    """
+    twin_BM = twins(draft, other) if twin_BM is None else twin_BM
+    N, M = draft.tree.nodes, other.tree.nodes
+    place_BM = torch.where(twin_BM >= 0, twin_BM, torch.arange(N - 1, N + M - 1, device=twin_BM.device))
+    parents_BM = place_BM.gather(1, other.tree.parents_BN.clamp(min=0))
+
+    def join(mine_BN: Tensor, theirs_BM: Tensor) -> Tensor:
+        return torch.cat([mine_BN, theirs_BM[:, 1:]], dim=1)
+
+    scores = None
+    if draft.score_BN is not None and other.score_BN is not None:
+        scores = join(draft.score_BN, other.score_BN)
+    tree = Tree.build(
+        join(draft.tree.parents_BN, parents_BM),
+        max(draft.tree.max_depth, other.tree.max_depth),
+        join(draft.tree.candidate_BN, other.tree.candidate_BN & (twin_BM < 0)),
+    )
+    return Draft(tree, join(draft.tokens_BN, other.tokens_BN), scores)
 
 
 Choices = tuple[tuple[int, ...], ...]  # a static tree: each node's path, as ranks among its parent's children

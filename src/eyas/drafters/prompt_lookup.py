@@ -1,0 +1,101 @@
+"""prompt_lookup: what followed these last tokens when they stood in the text before (Prompt Lookup Decoding, Saxena 2023; LLMA, Yang et
+al. 2023, arXiv 2304.04487)?
+
+The last n tokens, the longest n first, are looked up in the row's own prompt and output; what followed them there is proposed as a chain.
+Several matches make a trie of chains. A match so near the end that its copy would run past it goes on with the copy itself, as in LZ77: a
+repeated phrase is proposed whole.
+
+It has no probabilities, and no other text than the row's own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from eyas.drafters._base import Drafter, DraftSession
+from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
+from eyas.errors import OptionError, near
+
+__all__ = ["Lookup", "Method", "NgramIndex"]
+
+PICKS = ("newest", "oldest")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What is looked up, and how much is proposed."""
+
+    longest: int = 3  # most tokens that are looked up
+    shortest: int = 1  # fewest tokens that are looked up, when longer ones were not found
+    depth: int = 10  # draft tokens that a match proposes
+    matches: int = 1  # at most that many matches are proposed, as a trie
+    pick: Literal["newest", "oldest"] = "newest"  # which matches, of several
+
+    def __post_init__(self) -> None:
+        check_whole("lookup", 1, longest=self.longest, shortest=self.shortest, depth=self.depth, matches=self.matches)
+        if self.shortest > self.longest:
+            raise OptionError(f"lookup.shortest is {self.shortest}, more than lookup.longest, {self.longest}")
+        if self.pick not in PICKS:
+            raise OptionError(f"unknown lookup.pick {self.pick!r}; {near(self.pick, PICKS)}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of prompt_lookup."""
+
+    lookup: Lookup = field(default_factory=Lookup)
+
+
+class NgramIndex(Index):
+    """Where every n-gram of the text ends: n-gram -> the places behind it, in order."""
+
+    def __init__(self, options: Lookup) -> None:
+        self.options, self.tokens = options, list[int]()
+        self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def _newest(self) -> list[tuple[int, ...]]:
+        """The n-grams that end with the text, the longest first."""
+        lengths = range(min(self.options.longest, len(self.tokens)), self.options.shortest - 1, -1)
+        return [tuple(self.tokens[-n:]) for n in lengths]
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        for ngram in self._newest():
+            self.places[ngram].append(len(self.tokens))
+
+    def cut(self, length: int) -> None:
+        while len(self.tokens) > length:
+            for ngram in self._newest():
+                self.places[ngram].pop()
+            self.tokens.pop()
+
+    def guesses(self) -> list[Guess]:
+        found = next((places for ngram in self._newest() if len(places := self.places[ngram]) > 1), [])
+        earlier = found[:-1]  # the last place is the end of the text
+        picked = earlier[::-1] if self.options.pick == "newest" else earlier
+        trie, guesses = dict[tuple[int, int], int](), list[Guess]()
+        for place in picked[: self.options.matches]:
+            node, period = 0, len(self.tokens) - place
+            for k in range(self.options.depth):
+                token = self.tokens[place + k % period]
+                if (node, token) not in trie:
+                    guesses.append(Guess(node, token, 0.0))
+                    trie[node, token] = len(guesses)
+                node = trie[node, token]
+        return guesses
+
+
+class Method(Drafter):
+    Options: ClassVar[type] = Options
+    summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"
+
+    def open(self, rows: int) -> DraftSession:
+        options: Lookup = self.options.lookup
+        return TextSession(rows, lambda: NgramIndex(options), 1 + options.matches * options.depth, options.depth, scored=False)
+
+    def describe(self) -> dict[str, Any]:
+        options: Lookup = self.options.lookup
+        kind = "chain" if options.matches == 1 else "trie"
+        return {"kind": kind, "nodes": 1 + options.matches * options.depth, "depth": options.depth}

@@ -1,0 +1,202 @@
+"""suffix: the longest end of the text that stood in it before, however long, and what followed it (SAM-Decoding, Hu et al. 2024, arXiv
+2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+
+A suffix automaton of the row's own prompt and output is built token by token (Blumer et al. 1985). Its suffix link from the end of the
+text *is* the longest earlier match. From there the most probable continuations are expanded, best first, until the tree is full. The
+estimate is PPM's (Cleary, Witten 1984), from what was seen:
+
+    P(token | match)  =  (1 - escape) * share of the match's occurrences that the token followed
+                         + escape * P(token | next shorter match)             for tokens that never followed the longer one
+    escape            =  how often a match of this length was followed by something new, in this text so far; 1 / (length + 1) to begin with
+
+so a long match proposes one long continuation and a short one many short ones: the length of what is proposed grows with the match.
+
+It has no other text than the row's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
+
+from eyas.drafters._base import Drafter, DraftSession
+from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
+
+__all__ = ["Method", "SuffixAutomaton", "SuffixTree"]
+
+COUNTED = 32  # of the matches that end at a token, so many are counted, the longest first: a bound for texts that repeat themselves
+LONGEST = 32  # longer matches escape alike
+PRIOR = 4.0  # what the first guess of an escape weighs, in matches
+
+
+@dataclass(frozen=True)
+class SuffixTree:
+    """How much is proposed."""
+
+    nodes: int = 16  # verified per cycle, the root included
+    depth: int = 12  # most draft tokens on a path
+    branch: int = 4  # most children that one match gives a node
+
+    def __post_init__(self) -> None:
+        check_whole("suffix", 1, nodes=self.nodes, depth=self.depth, branch=self.branch)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of suffix."""
+
+    suffix: SuffixTree = field(default_factory=SuffixTree)
+
+
+class _Match(NamedTuple):
+    """An end of the text and of a node's path that stands in the text, for what followed it there."""
+
+    node: int
+    state: int
+    length: int  # the state may hold longer substrings
+    logp: float  # that nothing in `known` follows, given the node
+    known: Mapping[int, int] = {}  # what followed longer matches
+
+
+class _Child(NamedTuple):
+    """A continuation, and the match that it makes."""
+
+    parent: int
+    token: int
+    state: int
+    length: int
+    logp: float  # given its parent
+
+
+class SuffixAutomaton(Index):
+    """All substrings of a text; those that end at the same places share a state. State 0 is the empty one.
+
+    At most 2 states a token; appending costs O(1), amortised, and a bounded number of counts.
+    """
+
+    def __init__(self, options: SuffixTree) -> None:
+        self.options = options
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tokens = list[int]()
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.length = [-1], [0]  # the longest shorter substring that ends elsewhere too; the state's longest substring
+        self.count, self.latest = [0], [0]  # how often it occurs; where it ended last
+        self.last = 0  # the state of the whole text
+        self.matches, self.met = [0.0] * (LONGEST + 1), [0.0] * (LONGEST + 1)  # by length of match: how many; followed by nothing new
+
+    def append(self, token: int) -> None:
+        self._score(token)
+        self.tokens.append(token)
+        new = self._state({}, 0, self.length[self.last] + 1)
+        state = self._redirect(self.last, token, None, new)
+        if state >= 0:
+            found = self.next[state][token]
+            if self.length[state] + 1 != self.length[found]:  # of what `found` stands for, only the shorter ones end here too
+                found = self._split(state, token, found)
+            self.link[new] = found
+        self.last = new
+        for _ in range(COUNTED):
+            self.count[new] += 1
+            self.latest[new] = len(self.tokens)
+            if (new := self.link[new]) == 0:
+                break
+
+    def _state(self, following: dict[int, int], link: int, length: int) -> int:
+        self.next.append(following)
+        self.link.append(link)
+        self.length.append(length)
+        self.count.append(0)
+        self.latest.append(0)
+        return len(self.link) - 1
+
+    def _redirect(self, state: int, token: int, old: int | None, new: int) -> int:
+        """From `state` along the links, `token` leads to `new` wherever it led to `old`; the first state where it did not, or -1."""
+        while state >= 0 and self.next[state].get(token) == old:
+            self.next[state][token] = new
+            state = self.link[state]
+        return state
+
+    def _split(self, state: int, token: int, found: int) -> int:
+        short = self._state(dict(self.next[found]), self.link[found], self.length[state] + 1)
+        self.count[short], self.latest[short] = self.count[found], self.latest[found]
+        self._redirect(state, token, found, short)
+        self.link[found] = short
+        return short
+
+    def _score(self, token: int) -> None:
+        """Did the longest match foretell this token, at whatever rank?"""
+        match = self.link[self.last]
+        if match > 0:
+            length = min(self.length[match], LONGEST)
+            self.matches[length] += 1
+            self.met[length] += token in self.next[match]
+
+    def cut(self, length: int) -> None:
+        """What a row is cut back to is learnt again."""
+        if length < len(self.tokens):
+            kept = self.tokens[:length]
+            self._clear()
+            for token in kept:
+                self.append(token)
+
+    def escape(self, length: int) -> float:
+        """The chance that something new follows a match of this length."""
+        place = min(length, LONGEST)
+        return (self.matches[place] - self.met[place] + PRIOR / (length + 1)) / (self.matches[place] + PRIOR)
+
+    def guesses(self) -> list[Guess]:
+        """The most probable continuations, the best first, as many as the tree holds."""
+        start, guesses, depths, number = self.link[self.last], list[Guess](), [0], count()
+        waiting = list[tuple[float, int, _Match | _Child]]()  # cost; of equals the older
+
+        def wait(cost: float, item: _Match | _Child) -> None:
+            heapq.heappush(waiting, (cost, next(number), item))
+
+        if start > 0:
+            wait(0.0, _Match(0, start, self.length[start], 0.0))
+        while waiting and len(depths) < self.options.nodes:
+            cost, _, best = heapq.heappop(waiting)
+            if isinstance(best, _Match):
+                for found in self._open(best):
+                    wait(cost + best.logp - found.logp, found)
+            else:
+                guesses.append(Guess(best.parent, best.token, best.logp))
+                depths.append(depths[best.parent] + 1)
+                if depths[-1] < self.options.depth:
+                    wait(cost, _Match(len(guesses), best.state, best.length, 0.0))
+        return guesses
+
+    def _open(self, match: _Match) -> list[_Match | _Child]:
+        """What followed the match, the likely first (of equals the latest), and the next shorter match that something else followed."""
+        following, state, length = self.next[match.state], match.state, match.length
+        fresh = [(self.count[after], self.latest[after], token, after) for token, after in following.items() if token not in match.known]
+        found, passed = list[_Match | _Child](), 0.0
+        if fresh:
+            escape, total = self.escape(length), sum(occurs for occurs, *_ in fresh)
+            passed, log_share = math.log(escape), math.log((1 - escape) / total)
+            for occurs, _, token, after in heapq.nlargest(self.options.branch, fresh):
+                found.append(_Child(match.node, token, after, length + 1, match.logp + log_share + math.log(occurs)))
+        while state > 0 and len(self.next[state]) == len(following):  # what follows a match follows all that are shorter
+            state = self.link[state]
+        if state > 0:
+            found.append(_Match(match.node, state, self.length[state], match.logp + passed, following))
+        return found
+
+
+class Method(Drafter):
+    Options: ClassVar[type] = Options
+    summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"
+
+    def open(self, rows: int) -> DraftSession:
+        options: SuffixTree = self.options.suffix
+        return TextSession(rows, lambda: SuffixAutomaton(options), options.nodes, options.depth, scored=True)
+
+    def describe(self) -> dict[str, Any]:
+        options: SuffixTree = self.options.suffix
+        return {"kind": "suffix", "nodes": options.nodes, "depth": options.depth, "branch": options.branch}

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
@@ -60,6 +60,18 @@ def test_flex_attention_says_the_same(steps: int) -> None:
     with torch.no_grad():
         mine = flex_packed_attention(q, k, v, asking, later, flex_attention)
         torch.testing.assert_close(mine, packed_attention(q, k, v, asking, later), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what torch's tracer does itself
+def test_a_compiled_mask_is_the_same() -> None:
+    """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here without making kernels of it)."""
+    create = torch.compile(create_block_mask, dynamic=True, backend="eager")
+    for lengths, step in (((100, 300, 57), 2), ((500, 20), 3)):
+        asking = Documents(lengths).asking(torch.arange(0, sum(lengths), step))
+        mask = asking.mask_by(create)
+        assert torch.equal(mask.to_dense(), asking.mask.to_dense())
+        blocks = ((one, other) for one, other in zip(mask.as_tuple(), asking.mask.as_tuple(), strict=True) if isinstance(one, Tensor))
+        assert all(torch.equal(one, other) for one, other in blocks)
 
 
 def test_documents() -> None:

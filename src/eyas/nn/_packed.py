@@ -79,13 +79,16 @@ class Asking:
 
     @cached_property
     def mask(self) -> BlockMask:
-        """What FlexAttention reads."""
+        """What FlexAttention reads. Compiled where that is, so that no M x N mask is ever there: at 64k tokens it would take 4 GiB."""
+        return self.mask_by(_compiled(create_block_mask) if self.rows_M.is_cuda else create_block_mask)
+
+    def mask_by(self, create: Callable[..., BlockMask]) -> BlockMask:
         rows_M, begin_M = self.rows_M, self.begin_M
 
         def visible(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             return (n <= rows_M[m]) & (n >= begin_M[m])
 
-        return create_block_mask(visible, None, None, len(rows_M), self.tokens, device=rows_M.device)
+        return create(visible, None, None, len(rows_M), self.tokens, device=rows_M.device)
 
 
 def packed_attention(
@@ -100,7 +103,7 @@ def packed_attention(
         later_IMKh: keys and values of the steps 1..I at the rows that ask.
     """
     if q_MHh.is_cuda:
-        return flex_packed_attention(q_MHh, key_NKh, value_NKh, asking, later_IMKh, _compiled_flex())
+        return flex_packed_attention(q_MHh, key_NKh, value_NKh, asking, later_IMKh, _compiled(flex_attention))
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
@@ -109,8 +112,8 @@ def packed_attention(
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def flex_packed_attention(

@@ -165,14 +165,12 @@ def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | N
         if method is not None or options or draft.target.model is not target.model:
             raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
         return draft
-    weights = checkpoints.load(draft) if draft is not None else None
-    name = method or (DEFAULT_METHODS.get(weights.method, weights.method) if weights else "vanilla")
-    kind = drafters.find(name)
-    drafter = kind.load(weights if kind.needs_weights else None, target, options_from(kind.Options, options))
-    made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+    held = checkpoints.load(draft).method if draft is not None and method is None else "vanilla"
+    kind = drafters.find(method or DEFAULT_METHODS.get(held, held))
+    drafter = kind.from_source(draft, target, options_from(kind.Options, options))
     if kind.needs_weights and not target.head_is_exact:
         warnings.warn(f"the head of {target.name} does something that eyas does not know: drafts may be accepted less", stacklevel=3)
-    if made_for and not target.is_named(made_for):
+    if drafter.made_for and not target.is_named(drafter.made_for):
         warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
     return drafter
 

@@ -3,11 +3,13 @@
 `Target` wraps the model and never changes: head, embedding, features of chosen layers. `TargetSession` holds B rows of keys and values:
 
     prefill(row, tokens) -> logits of the last one           forward(tokens_BN, tree) -> Seen           commit(verdict)
+    and, for a model that drafts: extend(tokens_BQ, ...) -> Seen, level by level; advance(count_B)
 
 The model gets a 4-D mask, position_ids and our cache as past_key_values; nothing of it is patched. Features are read by hooks that exist
 only during the forward. This module knows no method and no sampling.
 
-Letters: B rows, N nodes, T tokens, F feature width, D hidden, V vocabulary, W width of the cache in use.
+Letters: B rows, R rows of a forward, N nodes, Q new nodes of T in all, T tokens, F feature width, D hidden, V vocabulary, W width of the
+cache in use.
 """
 
 from __future__ import annotations
@@ -52,15 +54,20 @@ class Target:
         self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
-        self.hidden_size: int = _weight(self.family.embedding).shape[1]
+        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # rows: ids that it can read
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
     @classmethod
-    def load(cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
-        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator."""
+    def load(
+        cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, role: str = "target"
+    ) -> Target:
+        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
+
+        `role`: what errors call it.
+        """
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
         try:
@@ -69,12 +76,12 @@ class Target:
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
-            raise ModelError(f"target {str(path)!r} cannot be loaded: {reason[:300]}") from error
+            raise ModelError(f"{role} {str(path)!r} cannot be loaded: {reason[:300]}") from error
         model, found = loaded
         absent = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
         if absent:
             names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-            raise ModelError(f"target {str(path)!r} lacks tensors, or has them in another shape: {names}")
+            raise ModelError(f"{role} {str(path)!r} lacks tensors, or has them in another shape: {names}")
         model.to(place)
         return cls(model, str(path))
 
@@ -229,24 +236,34 @@ class TargetSession:
         reach = max(tree.nodes, tree.max_depth + 1)  # commit writes as many slots as the longest path has
         return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
 
-    def _run(self, span: slice, tokens_RN: Tensor, depth_RN: Tensor, visible_RNN: Tensor, needed: int, last_only: bool = False) -> Seen:
-        target, N = self.target, tokens_RN.shape[1]
-        length_R, width = self.length_B[span], needed
-        self.cache.at(span, length_R[:, None] + torch.arange(N, device=target.device), width)
+    @torch.inference_mode()
+    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor) -> Seen:
+        """One pass over Q new nodes, in the slots behind the T - Q nodes that earlier calls left there uncommitted. Nothing is committed.
+
+        Args:
+            depth_BT: int64; of all T nodes; 0 is the position behind the committed tokens.
+            visible_BQT: bool; which of the T nodes each new node sees.
+        """
+        return self._run(slice(0, self.rows), tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
+
+    def _run(self, span: slice, tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False) -> Seen:
+        target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
+        length_R = self.length_B[span]
+        self.cache.at(span, length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         # Nodes past the context can never be emitted; they only need a position that exists.
-        position_RN = (length_R[:, None] + depth_RN).clamp(max=target.context - 1)
+        position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
         extra = {"logits_to_keep": 1} if last_only and target._keeps_logits else {}
         with target.tap(self.wants) as features:
-            logits_RNV = target.model(
-                input_ids=tokens_RN, attention_mask=self._masks(length_R, depth_RN, visible_RNN, width), position_ids=position_RN,
+            logits_RQV = target.model(
+                input_ids=tokens_RQ, attention_mask=self._masks(length_R, depth_RT, visible_RQT, width), position_ids=position_RQ,
                 past_key_values=self.cache, use_cache=True, **extra,
             ).logits  # fmt: skip
-            features_RNF = features() if self.wants else logits_RNV[..., :0]
-        return Seen(logits_RNV, features_RNF)
+            features_RQF = features() if self.wants else logits_RQV[..., :0]
+        return Seen(logits_RQV, features_RQF)
 
-    def _masks(self, length_R: Tensor, depth_RN: Tensor, visible_RNN: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, length_R: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int) -> Tensor | dict[str, Tensor]:
         """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
-        family, allowed_RNW = self.target.family, slot_mask(length_R, visible_RNN, width)
+        family, allowed_RQW = self.target.family, slot_mask(length_R, visible_RQT, width)
 
         def additive(allowed: Tensor) -> Tensor:
             mask = torch.zeros(allowed.shape, dtype=self.target.dtype, device=allowed.device)
@@ -254,18 +271,28 @@ class TargetSession:
 
         def windowed() -> Tensor:
             assert family.window is not None
-            distance_RNW = (length_R[:, None] + depth_RN)[..., None] - slot_positions(length_R, depth_RN, width)[:, None]
-            return additive(allowed_RNW & (distance_RNW < family.window))
+            new_RQ = length_R[:, None] + depth_RT[:, -visible_RQT.shape[1] :]
+            distance_RQW = new_RQ[..., None] - slot_positions(length_R, depth_RT, width)[:, None]
+            return additive(allowed_RQW & (distance_RQW < family.window))
 
         if not family.mask_kinds:
-            return additive(allowed_RNW) if family.window is None else windowed()
-        return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RNW) for kind in family.mask_kinds}
+            return additive(allowed_RQW) if family.window is None else windowed()
+        return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
         """Keep the accepted nodes of the active rows; the rest of the tree is forgotten."""
         self.cache.commit(self.length_B, verdict.path_BP)
         self.length_B = self.length_B + verdict.length_B * active_B
+
+    @torch.inference_mode()
+    def advance(self, count_B: Tensor, most: Sequence[int]) -> None:
+        """Keep the first `count_B` nodes of each row where they are a chain, whose slots are right as they are.
+
+        `most`: what the host knows of the rows' new lengths: no row has more.
+        """
+        self.length_B = self.length_B + count_B
+        self.lengths = list(most)
 
     def settle(self, lengths: Sequence[int]) -> None:
         """The host learns the rows' lengths, after the cycle's one transfer."""

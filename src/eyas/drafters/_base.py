@@ -13,11 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.errors import OptionError, near
 from eyas.nn import Documents
@@ -99,6 +101,7 @@ class Drafter(ABC):
         wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
         studies: the same for `loss`, which may read more.
         trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
+        made_for: fingerprint of the target that its net was trained for, where `from_source` found one.
         needs_weights: whether it has a net that must be loaded.
         reads: which heads it loads: `Weights.method`.
         trainable: whether `loss` is there.
@@ -113,6 +116,7 @@ class Drafter(ABC):
     wants: tuple[int, ...] = ()
     net: nn.Module | None = None
     trained_length: int | None = None
+    made_for: str | None = None
     recompute: bool | None = None
 
     @property
@@ -121,6 +125,17 @@ class Drafter(ABC):
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options
+
+    @classmethod
+    def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+        """The method with what `--draft` names: by default the folder or hub id of a head; None: nothing was named.
+
+        CheckpointError when there is no such head, or when it does not fit the target.
+        """
+        weights = None if source is None else checkpoints.load(source)
+        drafter = cls.load(weights if cls.needs_weights else None, target, options)
+        drafter.made_for = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+        return drafter
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:

@@ -1,0 +1,353 @@
+"""small_model: speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a smaller model drafts.
+
+Any causal language model with the target's vocabulary will do, as it was published. It reads what the target reads, into a cache of its
+own, and drafts a chain from its own law q, drawn as the row draws (section 2.3 of the first paper: q takes the same temperature and cuts
+as p); or a tree: a static one whose siblings are drawn without replacement, or EAGLE-2's dynamic one.
+
+    committed, read      ... a b c          the target has emitted d (the root) after accepting c
+    catch up               [b c d]          one pass over what the model has not read, padded to the longest path
+    draft                       [e] [f]     level by level, in slots behind; forgotten when the cycle ends
+
+It can be trained too: a small LLaMA of the target's vocabulary learns the target's law (distillation, as in DistillSpec, Zhou et al. 2023,
+with the target's laws on given text). Past the model's own context its positions stand still: it drafts worse, the text stays the same.
+
+This module knows no tree policy. Letters: B rows, P nodes on the longest path, Q nodes of a level of T, N packed tokens, M of them that
+count, R documents, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from eyas import checkpoints, families, tiny
+from eyas.checkpoints import Weights
+from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots
+from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters.eagle1 import StaticTree
+from eyas.errors import CheckpointError, OptionError
+from eyas.losses import soft_cross_entropy
+from eyas.target import Target
+from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices
+
+__all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "TreeShape", "check_vocabulary"]
+
+DEPTH, BRANCH = 5, 4  # where none are given
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree instead of a chain: static with `choices`, dynamic with `nodes`."""
+
+    choices: str | Choices | None = None  # a static tree: "reference" (25 nodes), "chain-N", or a JSON file: a list of lists of ranks
+    nodes: int | None = None  # a dynamic tree with so many nodes verified per cycle, the root included
+    branch: int | None = None  # of the dynamic tree: nodes expanded per level, and children of each; none: 4
+    noise: str | None = None  # of the dynamic tree, sampling: rank children by the target's own noise too (shared), or not (none)
+
+    def __post_init__(self) -> None:
+        if self.choices is not None and self.nodes is not None:
+            raise OptionError("tree.choices is a static tree, tree.nodes a dynamic one: give one of them")
+        for name in ("branch", "noise"):
+            if getattr(self, name) is not None and self.nodes is None:
+                raise OptionError(f"tree.{name} is for the dynamic tree: give tree.nodes too")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Flags of every method that drafts with a language model."""
+
+    depth: int | None = None  # draft tokens of the chain, or most on a path of the dynamic tree; none: 5
+    confidence: float = 0.0  # nothing is drafted behind a token that the draft gives less probability
+    tree: TreeShape = field(default_factory=TreeShape)
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and (not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1):
+            raise OptionError(f"depth must be a whole number, 1 or more, got {self.depth!r}")
+        if self.depth is not None and self.tree.choices is not None:
+            raise OptionError("tree.choices says how deep its tree is: leave depth out")
+        if isinstance(self.confidence, bool) or not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
+            raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
+
+    @property
+    def dynamic(self) -> DynamicTree | None:
+        tree = self.tree
+        if tree.nodes is None:
+            return None
+        branch = BRANCH if tree.branch is None else tree.branch
+        return DynamicTree(tree.nodes, self.depth or DEPTH, branch, "shared" if tree.noise is None else tree.noise)
+
+    @property
+    def choices(self) -> Choices:
+        """The static tree: a chain unless given otherwise."""
+        given = self.tree.choices
+        return chain_choices(self.depth or DEPTH) if given is None else StaticTree(given).resolve()
+
+
+@dataclass(frozen=True)
+class NetShape:
+    """A new model, when one is trained."""
+
+    layers: int = 4  # of a new model: decoder layers
+    width: int = 128  # of a new model: hidden size, a multiple of 32
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.width < 32 or self.width % 32:
+            raise OptionError(f"net: layers must be 1 or more and width a multiple of 32, got {self.layers} and {self.width}")
+
+
+@dataclass(frozen=True)
+class Options(DraftOptions):
+    """Flags of small_model."""
+
+    net: NetShape = field(default_factory=NetShape)
+
+
+class Method(Drafter):
+    """A language model that drafts for another."""
+
+    Options: ClassVar[type] = Options
+    summary = "speculative sampling: any smaller model with the same vocabulary drafts a chain or a tree"
+    needs_weights = True
+    reads = "small_model"
+    trainable = True
+
+    def __init__(self, target: Target, options: Any, draft: Target) -> None:
+        super().__init__(target, options)
+        self.draft_model, self.net = draft, draft.model
+        self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; what one has beyond is padding
+        self.dynamic: DynamicTree | None = self.options.dynamic
+        self.choices: Choices = () if self.dynamic else self.options.choices
+        if max((path[-1] for path in self.choices), default=0) >= self.vocab_size:
+            raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
+
+    @property
+    def studies(self) -> tuple[int, ...]:
+        return self.layers_studied(self.target, self.options)
+
+    @classmethod
+    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
+        return (target.num_layers,)  # the target's law is the lesson
+
+    @property
+    def depth(self) -> int:
+        """Most draft tokens on a path."""
+        return self.dynamic.depth if self.dynamic else max(len(path) for path in self.choices)
+
+    @classmethod
+    def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+        """The model in that folder or hub repository, as it was published, on the target's device and in its dtype."""
+        if source is None:
+            raise CheckpointError("this method needs a smaller language model: name its folder or hub id with --draft")
+        name = str(Path(source).expanduser()) if Path(source).expanduser().exists() else str(source)
+        draft = Target.load(name, str(target.dtype).removeprefix("torch."), str(target.device), role="draft model")
+        check_vocabulary(draft, target)
+        drafter = cls(target, options or cls.Options(), draft)
+        drafter.made_for = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
+        return drafter
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """The model of a checkpoint that was read already, strictly."""
+        if weights is None:
+            raise CheckpointError("this method needs a smaller language model: name its folder or hub id with --draft")
+        if weights.method != cls.reads:
+            raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not a whole language model")
+        config = AutoConfig.for_model(**{name: value for name, value in weights.config.items() if name != "eyas"})
+        build: Any = AutoModelForCausalLM  # whose methods have no types
+        model = build.from_config(config, dtype=target.dtype)
+        own = model.state_dict()
+        held = {own[name].data_ptr() for name in weights.tensors if name in own}
+        tied = {name for name, value in own.items() if value.data_ptr() in held}
+        checkpoints.expect(weights, {name: tuple(value.shape) for name, value in own.items()}, tied)
+        model.load_state_dict(weights.tensors, strict=False)
+        draft = Target(model.to(target.device).eval(), weights.source)
+        check_vocabulary(draft, target)
+        return cls(target, options or cls.Options(), draft)
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
+        """A small LLaMA of the target's vocabulary with random weights."""
+        options = options or cls.Options()
+        return cls(target, options, Target(_small_llama(target, options.net, seed)))
+
+    def open(self, rows: int) -> DraftSession:
+        return LanguageModelSession(self, rows)
+
+    def grow(self, growth: Growth, roots: Roots) -> Draft:
+        if self.dynamic:
+            return grow_dynamic(growth, roots, self.dynamic)
+        return grow_static(growth, roots, self.choices)
+
+    def chain(self, depth: int) -> Method:
+        return Method(self.target, Options(depth=depth, confidence=self.options.confidence), self.draft_model)
+
+    def describe(self) -> dict[str, Any]:
+        stop = {"confidence": self.options.confidence} if self.options.confidence else {}
+        if self.dynamic:
+            return {**self.dynamic.describe(), **stop}
+        choices = self.options.tree.choices or f"chain-{self.depth}"
+        return {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, **stop}
+
+    def weights(self) -> Weights:
+        """The model in Hugging Face's own layout; tied weights once."""
+        config, model, seen, tensors = self.draft_model.model.config, self.draft_model.model, set[int](), {}
+        for name, value in model.state_dict().items():
+            if value.data_ptr() not in seen:
+                seen.add(value.data_ptr())
+                tensors[name] = value.detach().clone()
+        made = {"eyas": {"target_fingerprint": self.target.fingerprint()}}
+        return Weights("small_model", {**config.to_dict(), "architectures": [type(model).__name__], **made}, tensors, "memory")
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """Cross-entropy from the target's law to the model's at every token whose successor counts."""
+        tokens_N, documents, device = batch.tokens_N, batch.documents, batch.tokens_N.device
+        order_N = torch.arange(len(tokens_N), device=device)
+        next_N = (order_N + 1).clamp(max=len(tokens_N) - 1)
+        rows_M = (batch.counted_N[next_N] & (order_N + 1 < documents.end_N(device))).nonzero()[:, 0]
+        each = torch.split(tokens_N, list(documents.lengths))
+        tokens_RT = pad_sequence(list(each), batch_first=True)  # no earlier token sees the padding
+        inside_RT = torch.arange(tokens_RT.shape[1], device=device) < torch.tensor(documents.lengths, device=device)[:, None]
+        hidden_RTD = self.draft_model.family.base(input_ids=tokens_RT, use_cache=False)[0]
+        logits_MV = families.head(self.draft_model.family, hidden_RTD[inside_RT][rows_M])[:, : self.vocab_size]
+        with torch.no_grad():
+            true_MV = self.target.head(batch.features_NF[rows_M].to(self.target.dtype))[:, : self.vocab_size]
+        every_M = torch.ones_like(rows_M, dtype=torch.bool)
+        total = soft_cross_entropy(logits_MV, true_MV, every_M, 1.0)
+        right = (logits_MV.detach().argmax(-1) == true_MV.argmax(-1)).sum()
+        return Loss(total, torch.tensor(len(rows_M), device=device), {"accuracy": right})
+
+
+class LanguageModelSession(DraftSession):
+    """Rows of the draft model's own keys and values.
+
+    `pending` are the tokens emitted in the last cycle, which the model has not read; the last of them is the coming root. `draft` reads
+    them first, the root too, then grows the tree.
+    """
+
+    def __init__(self, drafter: Method, rows: int) -> None:
+        self.drafter, self.rows = drafter, rows
+        self.model = drafter.draft_model.open(rows)
+        self.known: int = drafter.draft_model.embed_rows
+        self.pending_BP = torch.zeros(rows, drafter.depth + 1, dtype=torch.long, device=drafter.target.device)
+        self.pending_B = torch.zeros(rows, dtype=torch.long, device=drafter.target.device)
+
+    def keep(self, row: int, length: int) -> int:
+        return min(length, int(self.model.length_B[row]))
+
+    def begin(self, row: int, kept: int, total: int) -> None:
+        self.model.keep(row, kept)
+        self.model.reserve(total)
+        self.pending_B[row] = 0
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        self.model.prefill(row, self._readable(tokens_T).tolist())
+        self.pending_B[row] = 1  # the root
+
+    def end(self, row: int) -> None:
+        self.begin(row, 0, 0)
+
+    def draft(self, roots: Roots) -> Draft:
+        return self.drafter.grow(self.growth(roots), roots)
+
+    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+        self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the new one is put behind them
+        self.pending_B = verdict.length_B.clone()
+
+    def growth(self, roots: Roots) -> Growth:
+        """Read what is pending; then the levels of the tree can be expanded. What is handed from level to level are logits."""
+        root_BV = self._catch_up(roots)
+        depths: list[int] = []
+
+        def expand(tokens_BQ: Tensor, parent_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
+            depths.extend([level] * tokens_BQ.shape[1])
+            going_BQ = self._confident(tokens_BQ, parent_BQV)
+            if going_BQ is not None and not going_BQ.any():
+                return torch.full_like(parent_BQV, -torch.inf)
+            depth_BT = torch.tensor(depths, device=tokens_BQ.device).expand(self.rows, -1)
+            logits_BQV = self._spoken(self.model.extend(self._readable(tokens_BQ), depth_BT, visible_BQT).logits_BNV)
+            return logits_BQV if going_BQ is None else logits_BQV.masked_fill(~going_BQ[..., None], -torch.inf)
+
+        return Growth(root_BV, lambda logits: logits, expand)
+
+    def _catch_up(self, roots: Roots) -> Tensor:
+        """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""
+        P = self.pending_BP.shape[1]
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        tokens_BP = self._readable(self.pending_BP.scatter(1, last_B1, roots.tokens_B[:, None]))
+        order_P = torch.arange(P, device=tokens_BP.device)
+        causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
+        logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
+        self.model.advance(self.pending_B * roots.active_B, [min(n + P, roots.longest + 1) for n in self.model.lengths])
+        self.pending_B = torch.zeros_like(self.pending_B)
+        return self._spoken(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
+
+    def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:
+        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. Behind one that has ended nothing goes on (NaN)."""
+        if not self.drafter.options.confidence:
+            return None
+        q_BQ1 = parent_BQV.float().softmax(-1).gather(-1, tokens_BQ[..., None])
+        return q_BQ1[..., 0] >= float(self.drafter.options.confidence)
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """Tokens that the target has beyond the model's table are read as its last one."""
+        return tokens.clamp(max=self.known - 1)
+
+    def _spoken(self, logits: Tensor) -> Tensor:
+        """Over the target's vocabulary; what only one of the two has is never drafted."""
+        both, whole = self.drafter.vocab_size, self.drafter.target.vocab_size
+        return logits if logits.shape[-1] == both == whole else F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
+
+
+def check_vocabulary(draft: Target, target: Target) -> None:
+    """CheckpointError unless both speak of the same tokens; matrices may be padded to different sizes."""
+    mine, theirs = _words(target, local=True), _words(draft, local=False)
+    name = draft.name or "the draft model"
+    if mine is None or theirs is None:
+        if draft.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{name} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}, and without both tokenizers "
+                "nobody knows whether they agree: name a draft model with the target's vocabulary, or put the tokenizers beside the weights"
+            )
+        return
+    other = [i for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]]
+    if other or not mine.keys() & theirs.keys():
+        where = f": token {other[0]} is {theirs[other[0]]!r} there and {mine[other[0]]!r} in the target" if other else ""
+        raise CheckpointError(f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer")
+
+
+def _words(model: Target, local: bool) -> dict[int, str] | None:
+    """The tokens of a model's tokenizer by their ids; None where none is known. `local`: nothing is fetched for it."""
+    try:
+        if model.name == "embedded":
+            tokenizer = tiny.tokenizer()
+        elif model.name:
+            tokenizer = AutoTokenizer.from_pretrained(model.name, local_files_only=local)
+        else:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return {i: token for token, i in tokenizer.get_vocab().items()} or None
+
+
+def _small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
+    config, rope = target.model.config.get_text_config(decoder=True), {"rope_type": "default", "rope_theta": 10_000.0}
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    heads = shape.width // 32
+    sizes: dict[str, Any] = dict(
+        vocab_size=target.vocab_size, hidden_size=shape.width, intermediate_size=3 * shape.width, num_hidden_layers=shape.layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=32, max_position_embeddings=target.context,
+        rope_parameters={**rope, **({"rope_theta": float(theta)} if theta else {})}, tie_word_embeddings=True,
+        initializer_range=0.6 * shape.width**-0.5, **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")},
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+    placed: PreTrainedModel = model.to(device=target.device, dtype=target.dtype).eval()
+    return placed

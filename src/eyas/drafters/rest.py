@@ -1,0 +1,150 @@
+"""rest: what followed the end of this text in a datastore of other texts (REST, He et al. 2023, arXiv 2311.08252).
+
+The longest end of the row's text that stands in the datastore is found there; its continuations make a trie, a node weighing as much as
+continuations pass through it; the heaviest `nodes` are verified (section 3.2 of the paper). Where a match has more continuations than
+`samples`, evenly chosen ones stand for all. A node's probability is its share of its parent's weight.
+
+`eyas datastore build` makes a datastore. This module reads no other text than that, and knows no net.
+
+Letters: S continuations, D their tokens, M nodes of the whole trie.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from eyas.checkpoints import Weights
+from eyas.datastore import Datastore
+from eyas.drafters._base import Drafter, DraftSession
+from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
+from eyas.errors import OptionError
+from eyas.target import Target
+
+__all__ = ["Method", "Retrieval", "trie"]
+
+MOST = 60  # a datastore is sorted to 64 tokens: longest + depth may not be more
+RANDOM_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What is looked up, and how much is proposed."""
+
+    longest: int = 16  # most tokens that are looked up
+    shortest: int = 2  # fewest tokens that are looked up, when longer ones were not found
+    samples: int = 512  # continuations that are counted, of however many there are
+    nodes: int = 60  # verified per cycle, the root included
+    depth: int = 10  # most draft tokens on a path
+
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in ("longest", "shortest", "samples", "nodes", "depth")}
+        check_whole("rest", 1, **values)
+        if self.shortest > self.longest:
+            raise OptionError(f"rest.shortest is {self.shortest}, more than rest.longest, {self.longest}")
+        if self.longest + self.depth > MOST:
+            raise OptionError(f"rest.longest + rest.depth may be {MOST}, the depth of a datastore; they are {self.longest + self.depth}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of rest."""
+
+    datastore: str | None = None  # folder that `eyas datastore build` made
+    rest: Retrieval = field(default_factory=Retrieval)
+
+
+def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[Guess]:
+    """The `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the shallower one, then the first.
+
+    In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row differs from the one before it in that
+    column or an earlier one. A parent is as heavy as its child, and shallower: it is kept whenever its child is.
+    """
+    S, D = following_SD.shape
+    begins_SD = np.ones((S, D), bool)
+    np.logical_or.accumulate(following_SD[1:] != following_SD[:-1], axis=1, out=begins_SD[1:])
+    begins_DS = begins_SD.T
+    number_DS = np.cumsum(begins_DS).reshape(D, S) - 1  # the node of each row at each depth: all of depth 1, then all of depth 2
+    start_M = np.flatnonzero(begins_DS)
+    weight_M = np.diff(start_M, append=D * S)
+    depth_M, row_M = np.divmod(start_M, S)
+    ended_SD = np.logical_or.accumulate(following_SD == separator, axis=1)
+    weight_M = np.where(ended_SD[row_M, depth_M], 0, weight_M)
+    kept = np.sort(np.argsort(-weight_M, kind="stable")[:most])
+    kept = kept[weight_M[kept] > 0]
+    parent = np.where(depth_M[kept] > 0, number_DS[depth_M[kept] - 1, row_M[kept]], -1)
+    place = np.where(parent < 0, 0, np.searchsorted(kept, parent) + 1)
+    share = weight_M[kept] / np.where(parent < 0, S, weight_M[parent])
+    columns = (place, following_SD[row_M[kept], depth_M[kept]], np.log(share))
+    return [Guess(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+class Reader(Index):
+    """A row's text, looked up at its end."""
+
+    def __init__(self, datastore: Datastore, options: Retrieval) -> None:
+        self.datastore, self.options, self.tokens = datastore, options, list[int]()
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:]
+
+    def guesses(self) -> list[Guess]:
+        o = self.options
+        found = self.datastore.look_up(self.tokens[-o.longest :], o.shortest, o.longest, o.depth, o.samples)
+        return [] if found is None or o.nodes == 1 else trie(found.following_SD, self.datastore.separator, o.nodes - 1)
+
+
+class Method(Drafter):
+    """REST."""
+
+    Options: ClassVar[type] = Options
+    summary = "REST: what followed the end of the text in a datastore (--datastore, made by `eyas datastore build`)"
+
+    def __init__(self, target: Target, options: Any = None, datastore: Datastore | None = None) -> None:
+        super().__init__(target, options)
+        self.datastore = self._open() if datastore is None else datastore
+
+    def _open(self) -> Datastore:
+        if self.options.datastore is None:
+            raise OptionError(
+                "rest needs a datastore: make one with `eyas datastore build --data FILE --output FOLDER`, name it: --datastore"
+            )
+        folder = Path(self.options.datastore).expanduser()
+        datastore = Datastore.open(folder)
+        if datastore.vocab_size > self.target.vocab_size:
+            largest, vocab = datastore.vocab_size - 1, self.target.vocab_size
+            raise OptionError(
+                f"{folder} was made with another tokenizer: it holds token {largest}, the target's vocabulary is 0..{vocab - 1}; "
+                "build one with --target"
+            )
+        return datastore
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Method:
+        """OptionError without a datastore, InputError when it cannot be used."""
+        return cls(target, options)
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Method:
+        """Over random tokens, in memory, unless the options name a datastore."""
+        options = options or cls.Options()
+        if options.datastore is not None:
+            return cls(target, options)
+        dice = random.Random(seed)
+        documents = [dice.choices(range(target.vocab_size), k=RANDOM_TOKENS // 8) for _ in range(8)]
+        return cls(target, options, Datastore.of(documents, target.vocab_size))
+
+    def open(self, rows: int) -> DraftSession:
+        options: Retrieval = self.options.rest
+        return TextSession(rows, lambda: Reader(self.datastore, options), options.nodes, options.depth, scored=True)
+
+    def describe(self) -> dict[str, Any]:
+        options: Retrieval = self.options.rest
+        return {"kind": "trie", "nodes": options.nodes, "depth": options.depth, "datastore": self.options.datastore}

@@ -24,8 +24,10 @@ from eyas.target import Target
 from eyas.tree import Draft, Tree, Verdict
 from eyas.verify import verify
 
-__all__ = ["Decoder", "Processor", "Request", "Step"]
+__all__ = ["Decoder", "Processor", "Request", "Step", "Verify", "Watch"]
 
+Verify = Callable[[Draft, Tensor, Tensor, Noise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
+Watch = Callable[[Roots, Draft, Tensor, Verdict], None]
 Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 
 
@@ -78,10 +80,14 @@ class Decoder:
 
     Args:
         reuse: keep what a finished row holds, and start the next prompt after the longest prefix that it shares with it (chat).
+        verify: how a cycle's verdict is reached; another one than `verify.verify` is for experiments, whose text is no longer the target's.
+        watch: shown every cycle's roots, draft, processed scores and verdict, outside of the time that Steps report.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False) -> None:
-        self.model, self.reuse = target, reuse
+    def __init__(
+        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify, watch: Watch | None = None
+    ) -> None:  # fmt: skip
+        self.model, self.reuse, self.verify, self.watch = target, reuse, verify, watch
         self.target = target.open(rows, drafter.wants)
         self.drafter = drafter.open(rows)
         self.waiting: deque[tuple[int, Request]] = deque()
@@ -129,12 +135,15 @@ class Decoder:
         seen = self.target.forward(draft.tokens_BN, draft.tree)
         clock.lap("target")
         scores_BNV = self._process(seen.logits_BNV, draft, roots)
-        verdict = verify(draft, scores_BNV, roots.position_B, roots.noise)
+        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
         clock.lap("verify")
         self.target.commit(verdict, roots.active_B)
         self.drafter.commit(draft, verdict, seen)
         clock.lap("commit")
-        return steps + self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock)
+        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock)
+        if self.watch is not None:
+            self.watch(roots, draft, scores_BNV, verdict)
+        return steps + emitted
 
     def _join(self) -> list[Step]:
         """Waiting requests enter empty rows: prefill, and the first token."""

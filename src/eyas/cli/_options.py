@@ -22,6 +22,7 @@ from rich.markup import escape
 
 __all__ = [
     "LAW",
+    "LAW_BASE",
     "MODEL",
     "MODEL_BASE",
     "SAMPLING",
@@ -35,6 +36,7 @@ __all__ = [
     "flags_of",
     "method_options",
     "option",
+    "read_value",
     "stack",
 ]
 
@@ -82,16 +84,21 @@ MODEL_BASE = stack(
 MODEL = stack(
     MODEL_BASE,
     option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
-    option("Model", "--method", metavar="NAME", help="How to draft: see `eyas methods`. Default: the best for this head."),
+    option("Model", "--method", metavar="NAME", help="How to draft: see `eyas methods`. Default: the best for this head; without one, suffix."),
+    option("Model", "--draft-with", metavar="NAME", help="A second method, without a head; both draft in every cycle: suffix, ..."),
 )
 
-LAW = stack(
-    option("Sampling", "--temperature", type=float, default=0.0, help="0: always the most probable token."),
+LAW_BASE = stack(
     option("Sampling", "--top-k", type=int, default=0, help="Only the k most probable tokens; 0: all."),
     option("Sampling", "--top-p", type=float, default=1.0, help="Only the most probable tokens that hold this mass."),
     option("Sampling", "--min-p", type=float, default=0.0, help="Only tokens of at least this share of the best one's."),
     option("Sampling", "--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
     option("Sampling", "--seed", type=int, default=0, help="Same seed, same text."),
+)
+
+LAW = stack(
+    option("Sampling", "--temperature", type=float, default=0.0, help="0: always the most probable token."),
+    LAW_BASE,
 )
 
 SAMPLING = stack(
@@ -208,6 +215,12 @@ def field_option(flag: Flag, panel: str, said: str) -> click.Option:
         [f"--{flag.name.replace('_', '-')}", re.sub(r"\W", "__", flag.name)],
         type=kind, metavar=metavar, callback=keep, expose_value=False, help=escape(said.strip()), panel=panel,
     )  # fmt: skip
+
+
+def read_value(flag: Flag, text: str) -> Any:
+    """A flag's value from its text; click's BadParameter when it is none."""
+    kind, _ = _click_type(flag.annotation)
+    return kind.convert(text, None, None)
 
 
 def _click_type(annotation: Any) -> tuple[Any, str | None]:

@@ -46,7 +46,6 @@ PROMPTS = (
     _Prompt("What will the weather be like in London on Friday?"),
     _Prompt("I need to find a train from Cambridge to London for Monday morning."),
 )
-TREE = {"tree.nodes": 5, "tree.depth": 3, "tree.branch": 2}  # the fastest of runs/speed.py: on a CPU in float32 every node costs time
 WARM_UP_TOKENS = 8
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
@@ -107,7 +106,7 @@ def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
 
     name = given["method"] or tiny.BEST
     known = flags(drafters.find(name).Options)
-    small = {option: value for option, value in TREE.items() if option in known}
+    small = {option: value for option, value in tiny.SMALL_TREE.items() if option in known}
     embedded = dict.fromkeys(("target", "draft", "tokenizer")) | {"dtype": "auto", "device": "auto", "trust_remote_code": False}
     return load({**embedded, "method": name, "verbose": given["verbose"]}, {**small, **options})
 

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "dequantise", "model", "quantise", "tokenizer"]
+__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer"]
 
 FOLDER = Path(__file__).parent / "weights"
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
 BEST = "eagle2"  # the method that drafts best on it: runs/acceptance.py
+# The fastest of runs/speed.py: on a CPU in float32 every verified node costs time.
+SMALL_TREE = {"tree.nodes": 5, "tree.depth": 3, "tree.branch": 2, "tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
 SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
 

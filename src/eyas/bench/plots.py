@@ -1,0 +1,190 @@
+"""The pictures of a bench, as SVG. Each takes the summary; one that has nothing to show is left out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from eyas.bench.metrics import ALL
+
+__all__ = ["pictures"]
+
+Summary = Mapping[str, Any]
+STYLE: Any = {
+    "svg.hashsalt": "eyas", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
+STAGES = {"draft": "#3b7dd8", "target": "#e0853d", "verify": "#59a14f", "commit": "#9c6ade", "host": "#9aa3b2"}
+BASELINES = ("vanilla", "transformers")
+
+
+def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
+    """File name -> (caption, SVG)."""
+    every: dict[str, tuple[str, Callable[[Summary], Figure | None]]] = {
+        "speedup": ("Speed-up over vanilla decoding in the same run; strokes: 95 % over prompts.", _speedup),
+        "tau": ("tau, tokens per cycle, by task.", _tau),
+        "cycle": ("Where a cycle's time goes (host clock); the line is a vanilla step.", _cycle),
+        "depth": ("Share of cycles that accept the (d+1)-th draft token, given that they accepted d.", _depth),
+        "positions": ("min(1, p/q) by position in the tree, mean and standard deviation over nodes whose parent was accepted.", _positions),
+        "calibration": ("How often a drafted token is right, against the confidence q of the draft.", _calibration),
+        "cost": ("Time of one pass of the target against the number of nodes, over that of one node.", _cost),
+    }
+    found = {}
+    with rc_context(STYLE):
+        for name, (caption, draw) in every.items():
+            figure = draw(summary)
+            if figure is not None:
+                out = io.StringIO()
+                figure.savefig(out, format="svg", metadata={"Date": None})
+                found[name] = caption, out.getvalue()
+    return found
+
+
+def _pooled(summary: Summary, temperature: float) -> list[Mapping[str, Any]]:
+    rows = [r for r in summary["rows"] if r["temperature"] == temperature]
+    return [r for r in rows if r["task"] == ALL]
+
+
+def _temperatures(summary: Summary) -> list[float]:
+    return list(dict.fromkeys(r["temperature"] for r in summary["rows"]))
+
+
+def _speedup(summary: Summary) -> Figure | None:
+    temperatures = _temperatures(summary)
+    methods = list(dict.fromkeys(r["method"] for r in summary["rows"] if r["method"] != "vanilla"))
+    if not methods:
+        return None
+    figure = Figure(figsize=(8.5, 0.9 + 0.34 * len(methods) * len(temperatures)), layout="constrained")
+    axes, height = figure.subplots(), 0.8 / len(temperatures)
+    for place, temperature in enumerate(temperatures):
+        rows = {r["method"]: r for r in _pooled(summary, temperature) if r["speedup"] is not None}
+        at = [i + place * height for i, m in enumerate(methods) if m in rows]
+        here = [rows[m] for m in methods if m in rows]
+        value = [r["speedup"] for r in here]
+        reach = [[max(0.0, v - r["speedup_low"]) for v, r in zip(value, here, strict=True)],
+                 [max(0.0, r["speedup_high"] - v) for v, r in zip(value, here, strict=True)]]  # fmt: skip
+        bars = axes.barh(at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}")
+        axes.bar_label(bars, [f" {v:.2f}x" for v in value], fontsize=8, padding=3)
+    axes.axvline(1, color="0.4", lw=1)
+    axes.set(yticks=[i + 0.4 - height / 2 for i in range(len(methods))], yticklabels=methods, xlabel="speed-up over vanilla")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    if len(temperatures) > 1:
+        axes.legend()
+    return figure
+
+
+def _tau(summary: Summary) -> Figure | None:
+    temperature = _temperatures(summary)[0]
+    rows = [r for r in summary["rows"] if r["temperature"] == temperature and r["tau"] and r["method"] not in BASELINES]
+    tasks, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("task", "method"))
+    if len(tasks) < 3:  # one, and all
+        return None
+    table = {(r["method"], r["task"]): r["tau"] for r in rows}
+    figure = Figure(figsize=(1.8 + 0.95 * len(tasks), 1 + 0.32 * len(methods)), layout="constrained")
+    axes = figure.subplots()
+    values = [[table.get((m, t), float("nan")) for t in tasks] for m in methods]
+    shown = axes.imshow(values, cmap="YlGnBu", aspect="auto", vmin=1)
+    middle = (1 + max(v for row in values for v in row if v == v)) / 2
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if value == value:
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > middle * 1.2 else "black", fontsize=8)
+    axes.set(xticks=range(len(tasks)), yticks=range(len(methods)), yticklabels=methods, title=f"T = {temperature:g}")
+    axes.set_xticklabels(tasks, rotation=20, ha="right")
+    figure.colorbar(shown, label="tau", shrink=0.8)
+    return figure
+
+
+def _cycle(summary: Summary) -> Figure | None:
+    rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["cycle_ms"]]
+    if not rows:
+        return None
+    figure = Figure(figsize=(8.5, 0.9 + 0.32 * len(rows)), layout="constrained")
+    axes, begin = figure.subplots(), [0.0] * len(rows)
+    for stage, colour in STAGES.items():
+        width = [r["cycle_ms"].get(stage, 0.0) for r in rows]
+        axes.barh(range(len(rows)), width, 0.7, left=begin, color=colour, label=stage)
+        begin = [a + b for a, b in zip(begin, width, strict=True)]
+    vanilla = next((sum(r["cycle_ms"].values()) for r in rows if r["method"] == "vanilla"), None)
+    if vanilla is not None:
+        axes.axvline(vanilla, color="0.2", lw=1, ls="--")
+    axes.set(yticks=range(len(rows)), yticklabels=[r["method"] for r in rows], xlabel="ms per cycle")
+    axes.invert_yaxis()
+    axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _depth(summary: Summary) -> Figure | None:
+    pooled = _pooled(summary, _temperatures(summary)[0])
+    rows = [r for r in pooled if any(v is not None for v in r["acceptance_by_depth"])]
+    if not rows:
+        return None
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for i, row in enumerate(rows):
+        known = [(d, v) for d, v in enumerate(row["acceptance_by_depth"]) if v is not None]
+        axes.plot(
+            *zip(*known, strict=True), marker="o", ms=3.5, lw=1.2, color=f"C{i % 10}", ls="-" if i < 10 else "--", label=row["method"]
+        )
+    axes.set(xlabel="draft tokens accepted before", ylabel="acceptance", ylim=(0, 1.02))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _probes(summary: Summary, part: str) -> dict[str, Mapping[str, Any]]:
+    return {name: found for name, found in summary["probes"].items() if found.get(part)}
+
+
+def _positions(summary: Summary) -> Figure | None:
+    found = _probes(summary, "positions")
+    if not found:
+        return None
+    columns = min(3, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(3.1 * columns + 0.4, 2.5 * lines), layout="constrained")
+    for axes, (name, probe) in zip(figure.subplots(lines, columns, squeeze=False, sharey=True).flat, found.items(), strict=False):
+        for rank in range(4):
+            here = [p for p in probe["positions"] if p["rank"] == rank and p["depth"] <= 6]
+            x, y, sd = ([p[k] + (0.1 * rank if k == "depth" else 0) for p in here] for k in ("depth", "alpha", "sd"))
+            if here:
+                axes.errorbar(x, y, sd, marker="o", ms=3, lw=0.9, elinewidth=0.6, capsize=1.5, label=f"rank {rank + 1}")
+        axes.set(title=name, ylim=(0, 1.05), xlabel="depth")
+    figure.axes[0].set_ylabel("min(1, p/q)")
+    figure.axes[0].legend(fontsize=7)
+    for axes in figure.axes[len(found) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _calibration(summary: Summary) -> Figure | None:
+    found = _probes(summary, "bins")
+    if not found:
+        return None
+    figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls=":")
+    for i, (name, probe) in enumerate(found.items()):
+        bins = [b for b in probe["bins"] if b["n"] >= 10]
+        x, y = ([b[k] for b in bins] for k in ("confidence", "hit"))
+        axes.plot(x, y, marker="o", ms=3.5, lw=1.2, color=f"C{i % 10}", label=f"{name} (error {probe['calibration_error']:.3f})")
+    axes.set(xlabel="confidence of the draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.02))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _cost(summary: Summary) -> Figure | None:
+    curve = summary.get("verify_cost")
+    if not curve:
+        return None
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([p["nodes"] for p in curve], [p["ms"] / curve[0]["ms"] for p in curve], marker="o", ms=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([p["nodes"] for p in curve], [str(p["nodes"]) for p in curve])
+    axes.set(xlabel="nodes", ylabel=f"time over one node's ({curve[0]['ms']:.1f} ms)", ylim=(0, None))
+    return figure

@@ -1,0 +1,112 @@
+"""What the drafted trees were worth, node by node: a pass of its own beside the measured ones, because looking costs time.
+
+Looked at are nodes whose parent was accepted: the target's law p there is known, and the draft stood on the target's own text. Of each:
+
+    hit         whether it is the token that the target drew there
+    min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     by depth and rank among its siblings
+    q           the draft's confidence: how often it is right when it says so (EAGLE-2, figure 6)      in bins
+
+Chains (`Drafter.chain`) give n-alpha at every temperature. This module measures no time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.bench.contestants import Drafting, Question
+from eyas.bench.metrics import acceptance_by_depth
+from eyas.bench.record import Answer
+from eyas.bench.run import Bench
+from eyas.drafters import Roots
+from eyas.tree import Draft, Verdict
+
+__all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
+
+BINS = 10  # of confidence
+CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
+
+
+@dataclass
+class Probe:
+    """Sums over cycles. One row at a time."""
+
+    positions: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))  # n, hits, alpha, alpha^2
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(BINS)])  # n, hits, sum of q
+
+    def watch(self, roots: Roots, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
+        """One cycle, as `Decoder(watch=...)` shows it."""
+        if draft.score_BN is None or draft.tree.nodes == 1:
+            return
+        tree, tokens_N, scores_NV = draft.tree, draft.tokens_BN[0], scores_BNV[0]
+        path_P = verdict.path_BP[0][: int(verdict.length_B[0])]
+        accepted_N = torch.zeros(tree.nodes, dtype=torch.bool, device=tokens_N.device).index_fill_(0, path_P, True)
+        parent_N = tree.parents_BN[0].clamp(min=0)
+        looked_M = (accepted_N[parent_N] & tree.candidate_BN[0] & (tree.parents_BN[0] >= 0)).nonzero()[:, 0]
+        if not len(looked_M):
+            return
+        law_MV = scores_NV[parent_N[looked_M]].softmax(-1)
+        p_M, q_M = law_MV.gather(1, tokens_N[looked_M, None])[:, 0], draft.score_BN[0, looked_M].exp()
+        alpha_M = (p_M / q_M.clamp(min=1e-30)).clamp(max=1)
+        columns = (parent_N[looked_M], tree.depth_BN[0, looked_M], accepted_N[looked_M], alpha_M, q_M)
+        self._add(zip(*(x.tolist() for x in columns), strict=True))
+
+    def _add(self, nodes: Iterable[Sequence[float]]) -> None:
+        ranks: dict[float, int] = defaultdict(int)
+        for parent, depth, hit, alpha, q in nodes:
+            rank, ranks[parent] = ranks[parent], ranks[parent] + 1
+            for i, value in enumerate((1.0, hit, alpha, alpha * alpha)):
+                self.positions[int(depth), rank][i] += value
+            for i, value in enumerate((1.0, hit, q)):
+                self.bins[min(int(q * BINS), BINS - 1)][i] += value
+
+    def calibration_error(self) -> float | None:
+        """Expected calibration error: mean distance of confidence and hit rate over the bins, weighed by their nodes."""
+        total = sum(n for n, _, _ in self.bins)
+        return sum(abs(q - hits) for _, hits, q in self.bins) / total if total else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts and rates; positions that were seen fewer than ten times are left out."""
+        positions = []
+        for (depth, rank), (n, hits, alpha, square) in sorted(self.positions.items()):
+            if n >= 10:
+                mean = alpha / n
+                spread = max(0.0, square / n - mean * mean) ** 0.5
+                positions.append(
+                    {"depth": depth, "rank": rank, "n": int(n), "hit": round(hits / n, 4), "alpha": round(mean, 4), "sd": round(spread, 4)}
+                )
+        error = self.calibration_error()
+        bins = [{"n": int(n), "confidence": round(q / n, 4), "hit": round(hits / n, 4)} for n, hits, q in self.bins if n]
+        return {"positions": positions, "bins": bins, "calibration_error": None if error is None else round(error, 4)}
+
+
+def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(contestant and temperature, what was found) from so many of the bench's prompts, spread evenly; their first turns only."""
+    step = max(1, len(bench.prompts) // max(1, prompts))
+    chosen = bench.prompts[::step][:prompts]
+    for temperature in bench.temperatures if chosen else ():
+        questions = [next(bench.questions(prompt, temperature)) for prompt in chosen]
+        for contestant in bench.contestants:
+            if not isinstance(contestant, Drafting):
+                continue
+            found = Probe()
+            for question in questions:
+                contestant.answer(question, found.watch)
+            seen = {**found.to_json(), "n_alpha": chain_alpha(contestant, questions)}
+            if seen["bins"] or seen["n_alpha"]:
+                yield contestant.name + (f", T = {temperature:g}" if len(bench.temperatures) > 1 else ""), seen
+
+
+def chain_alpha(contestant: Drafting, questions: Sequence[Question]) -> list[float | None] | None:
+    """n-alpha for n = 0..4; None for a method that drafts no chains."""
+    try:
+        chain = contestant.drafter.chain(CHAIN)
+    except NotImplementedError:
+        return None
+    answers: list[Answer] = [Drafting(contestant.name, chain).answer(q) for q in questions]
+    return acceptance_by_depth(answers, CHAIN)

@@ -1,0 +1,59 @@
+"""The end of a bench: everything that was found in one object, and the files of it.
+
+FOLDER/summary.json, report.md, report.html, and each picture as SVG
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.bench import cost, metrics, plots, report
+from eyas.bench.machine import Snapshot, busy, card
+from eyas.bench.probe import probe
+from eyas.bench.record import FORMAT, Answer
+from eyas.bench.run import Bench, OnPrompt
+from eyas.train.state import write_text
+
+__all__ = ["summarise", "write"]
+
+
+def summarise(
+    bench: Bench, answers: Sequence[Answer], before: Snapshot, command: str, *, probe_prompts: int = 6,
+    skipped: Mapping[str, str] | None = None, simulated: str | None = None, on_prompt: OnPrompt = lambda done, of, what: None,
+) -> dict[str, Any]:  # fmt: skip
+    """What is measured beside the answers is measured here: drafted trees node by node, bandwidth, a pass's time against nodes.
+
+    Args:
+        before: from the begin of the answers, to tell whether others used the machine.
+        simulated: the rates, where acceptance was simulated: title and warnings say so, and no tree is looked at.
+    """
+    target, settings, jobs = bench.llm.target, bench.settings(), len(bench.prompts) * len(bench.temperatures)
+    device, threads = target.device, card()["threads"]
+    warnings = [f"Acceptance is simulated ({simulated}): tau was given, texts mean nothing; times are measured."] if simulated else []
+    warnings += [line] if (line := busy(before, threads)) else []
+    machine = card(before, dtype=settings["dtype"], device=settings["device"])
+    probes = {}
+    for name, found in probe(bench, 0 if simulated else probe_prompts):
+        on_prompt(jobs, jobs, f"looked at the trees of {name}")
+        probes[name] = found
+    bandwidth, weights = cost.bandwidth(device), cost.bytes_per_step(target)
+    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}"
+    return {
+        "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
+        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": cost.verify_cost(target),
+        "bandwidth": round(bandwidth), "bytes_per_step": weights, "peak_memory_bytes": cost.peak_memory(device),
+        "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,
+    }  # fmt: skip
+
+
+def write(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Each file whole or not at all."""
+    pictures = plots.pictures(summary)
+    for name, (_, svg) in pictures.items():
+        write_text(folder / f"{name}.svg", svg)
+    write_text(folder / "report.md", report.markdown(summary))
+    write_text(folder / "report.html", report.page(summary, dict(pictures.values())))
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,153 @@
+"""Who takes part in a bench: from `--methods`, `--draft`, `--heads` and the methods' own flags to contestants.
+
+A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in. `all` takes every method
+of the folder that can run here and says of the others what they lack; a method that is named must be able to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from eyas.cli._load import quiet
+from eyas.cli._options import Flag, flags_of, read_value
+from eyas.errors import CheckpointError, EyasError, OptionError, near
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from eyas.bench.contestants import Contestant
+    from eyas.drafters import Drafter
+    from eyas.llm import LLM
+
+__all__ = ["HEADS", "contestants"]
+
+HEADS = Path("out/heads")  # where `make bench-heads` puts them
+VANILLA = "vanilla"
+
+
+def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[Contestant], dict[str, str]]:
+    """(who takes part, plain decoding and transformers first; who cannot, and why)."""
+    from eyas import drafters
+    from eyas.bench.contestants import Drafting, Transformers
+    from eyas.bench.simulate import parse_rates, simulated
+    from eyas.verify import verify
+
+    specs = [part.strip() for part in given["methods"].split(",") if part.strip()]
+    every = specs == ["all"]
+    specs = drafters.names() if every else specs
+    rates = given["simulate_acceptance"]
+    judge = verify if rates is None else simulated(parse_rates(rates))
+    heads = _heads(llm, given)
+    _check_flags(specs, options)
+    found: dict[str, Contestant] = {VANILLA: Drafting(VANILLA, drafters.find(VANILLA)(llm.target))}
+    skipped: dict[str, str] = {}
+    for spec in specs:
+        if spec == VANILLA:
+            continue
+        try:
+            with quiet(given["verbose"]):
+                drafter, head = _drafter(llm, spec, heads, options, random=rates is not None)
+        except EyasError as error:
+            if not every:
+                raise
+            skipped[spec] = str(error)
+        else:
+            found[spec] = Drafting(spec, drafter, head, judge)
+    assistant = _assistant(found.values())
+    theirs = [Transformers(llm.target), Transformers(llm.target, "transformers_prompt_lookup", lookup=True)]
+    theirs += [Transformers(llm.target, "transformers_assisted", assistant=assistant)] if assistant is not None else []
+    return [found.pop(VANILLA), *([] if rates else theirs), *found.values()], skipped
+
+
+def _heads(llm: LLM, given: Mapping[str, Any]) -> dict[str, str]:
+    """Method, or what heads are called that several methods read -> where one is. What --draft names comes before a folder of --heads."""
+    from eyas import checkpoints, drafters, tiny
+
+    found: dict[str, str] = {}
+    if not given["target"]:
+        found |= {name: str(path) for name, path in tiny.HEADS.items()}
+    folder = Path(given["heads"] or HEADS)
+    if given["heads"] and not folder.is_dir():
+        raise OptionError(f"--heads {folder} is no folder")
+    if given["heads"] or not given["target"]:
+        found |= {path.name: str(path) for path in sorted(folder.glob("*")) if path.is_dir()}
+    for draft in given["drafts"]:
+        name, _, path = draft.rpartition("=")
+        if name and name not in drafters.names():
+            raise OptionError(f"--draft {draft}: unknown method {name!r}; {near(name, drafters.names())}")
+        found[name or checkpoints.load(path).method] = path
+    return found
+
+
+def _drafter(
+    llm: LLM, spec: str, heads: Mapping[str, str], common: Mapping[str, Any], random: bool
+) -> tuple[Drafter, str | None]:  # fmt: skip
+    """A method with its head and options; `random`: with random weights where it has no head."""
+    from eyas import drafters
+    from eyas.drafters._base import flags, options_from
+
+    name, options, beside = _parsed(llm, spec, heads)
+    kind = drafters.find(name)
+    known = flags(kind.Options)
+    chosen = options_from(kind.Options, {**{k: v for k, v in common.items() if k in known}, **options})
+    head = heads.get(name) or heads.get(kind.reads)
+    if head is None and kind.needs_weights and not random:
+        raise CheckpointError(f"{name} has no head here: train one (eyas train --method {name} ...) and name it with --draft {name}=HEAD")
+    drafter = kind.random(llm.target, chosen) if head is None and random else kind.from_source(head, llm.target, chosen)
+    if beside is not None:
+        from eyas.drafters._merge import Merged
+
+        drafter = Merged(drafter, _drafter(llm, beside, heads, common, random)[0])
+    return drafter, head
+
+
+def _parsed(llm: LLM, spec: str, heads: Mapping[str, str]) -> tuple[str, dict[str, Any], str | None]:
+    """NAME:option=value:... -> (name, options, the method that is merged in)."""
+    from eyas import drafters, tiny
+
+    name, *parts = spec.split(":")
+    kind = drafters.find(name)
+    known = {flag.name: flag for flag in flags_of(kind.Options)}
+    options: dict[str, Any] = {} if llm.target.name != "embedded" else {k: v for k, v in tiny.SMALL_TREE.items() if k in known}
+    beside = None
+    for part in parts:
+        key, equals, value = part.partition("=")
+        key = key.replace("-", "_")
+        if key == "draft_with" and equals:
+            beside = value
+        elif key not in known or not equals:
+            raise OptionError(f"--methods {spec}: unknown option {key!r}; {near(key, [*known, 'draft_with'])}")
+        else:
+            options[key] = _value(known[key], value, spec)
+    return name, options, beside
+
+
+def _value(flag: Flag, text: str, spec: str) -> Any:
+    try:
+        return read_value(flag, text)
+    except click.BadParameter as error:
+        raise OptionError(f"--methods {spec}: {flag.name}: {error.message}") from error
+
+
+def _check_flags(specs: Sequence[str], options: Mapping[str, Any]) -> None:
+    """A method's flag that none of them has would be ignored."""
+    from eyas import drafters
+    from eyas.drafters._base import flags
+
+    known = {name for spec in specs for name in flags(drafters.find(spec.partition(":")[0]).Options)}
+    for name in options:
+        if name not in known:
+            raise OptionError(f"none of the methods has the option --{name.replace('_', '-')}")
+
+
+def _assistant(found: Iterable[Contestant]) -> PreTrainedModel | None:
+    """The model that drafts for us may draft for transformers too."""
+    for contestant in found:
+        model: PreTrainedModel | None = getattr(getattr(contestant, "drafter", None), "assistant", None)
+        if model is not None:
+            return model
+    return None

@@ -1,0 +1,194 @@
+"""`eyas bench`: every method on the same prompts in one run; run again, the same command goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from eyas.cli._contestants import HEADS, contestants
+from eyas.cli._errors import Interrupted, note, problem
+from eyas.cli._load import load, quiet
+from eyas.cli._options import LAW_BASE, MODEL_BASE, SAMPLING_LAW, MethodCommand, examples, method_options, option, stack
+
+if TYPE_CHECKING:
+    from eyas.bench.run import OnPrompt
+    from eyas.bench.tasks import Prompt
+
+__all__ = ["command"]
+
+NEAR_TIE = 1e-5  # of two scores in float32: below it, either token is plain decoding's
+EXAMPLES = examples(
+    ("eyas bench", "the embedded model, our own 24 prompts, every method that can run"),
+    ("eyas bench --target MODEL --draft HEAD --prompts mine.jsonl", "your model on your prompts"),
+    ("eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1", "variants side by side"),
+    ("eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec", "a public set from a file"),
+    ("eyas bench --compare out/bench out/spec", "two runs"),
+    more=('[bold]Lines of --prompts[/]: {"prompt": "..."}, {"turns": \\[...]}, {"messages": \\[...]} or {"prompt_ids": \\[...]}.',),
+)
+
+
+@click.command("bench", cls=MethodCommand, epilog=EXAMPLES, panel="Answers")
+@stack(
+    option("Model", "--methods", default="all", metavar="A,B", help="Names, or NAME:option=value:...; all: every method that can run."),
+    option(
+        "Model", "--draft", "drafts", multiple=True, metavar="[NAME=]PATH|HUB",
+        help="A head, for the methods that it was made for, or for NAME; several may be given.",
+    ),
+    option("Model", "--heads", metavar="FOLDER", help=f"Heads in folders named by their method. Default: {HEADS}, if it is there."),
+    option("Prompt", "--tasks", default="bundled", metavar="A,B:PATH", help="Sets of prompts: NAME or NAME:PATH."),
+    option("Prompt", "--prompts", metavar="FILE.jsonl", help="Your own prompts, instead of --tasks."),
+    option("Prompt", "--limit", type=click.IntRange(min=1), metavar="N", help="At most so many prompts of each set."),
+    option(
+        "Sampling", "--temperature", "temperatures", type=float, multiple=True, default=(0.0,), help="0: greedy; several may be given."
+    ),
+    option("Sampling", "--max-new-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Of an answer, at most."),
+    LAW_BASE,
+    option("Output", "--output", default="out/bench", metavar="FOLDER", help="Answers, summary and report."),
+    option("Output", "--restart", is_flag=True, help="Forget the answers in --output."),
+    option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout."),
+    option("Output", "--compare", nargs=2, metavar="A B", help="Only show two finished benches side by side: folders or summaries."),
+    option(
+        "Output", "--probe", type=click.IntRange(min=0), default=6, metavar="N",
+        help="Prompts on which drafted trees are looked at node by node, in a pass of its own.",
+    ),
+    option(
+        "Method", "--simulate-acceptance", metavar="A,B,...",
+        help="Accept draft tokens at these rates by depth, by lot: for targets with random weights. All else is measured.",
+    ),
+    MODEL_BASE,
+)  # fmt: skip
+@click.pass_context
+def command(ctx: click.RichContext, /, **given: Any) -> int:
+    """Compare methods: speed, acceptance, and whether the texts are equal."""
+    if given["compare"]:
+        return _compare(*given["compare"])
+    prompts = _prompts(given)
+    from eyas.bench.machine import snapshot
+    from eyas.bench.run import Bench, locked
+    from eyas.bench.summary import summarise, write
+    from eyas.sampling import Sampling
+
+    law = {name: given[name] for name in SAMPLING_LAW if name != "temperature"}
+    for temperature in given["temperatures"]:
+        Sampling(temperature=temperature, **law)
+    llm = load({**given, "draft": None, "method": "vanilla"}, {})
+    entered, skipped = contestants(llm, given, method_options(ctx))
+    for name, why in skipped.items():
+        note(f"{name} is left out: {why}")
+    compare = given["simulate_acceptance"] is None
+    bench = Bench(llm, entered, prompts, given["temperatures"], given["max_new_tokens"], law, compare=compare)
+    folder = Path(given["output"])
+    with locked(folder), _bar() as on_prompt:
+        if given["restart"]:
+            bench.forget(folder)
+        before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
+        try:
+            answers = bench.run(folder, on_prompt)
+            summary = summarise(
+                bench, answers, before, command_line, probe_prompts=given["probe"], skipped=skipped,
+                simulated=given["simulate_acceptance"], on_prompt=on_prompt,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
+        write(folder, summary)
+    return _say(summary, folder, given)
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Prompt]:
+    from eyas.bench.tasks import load as load_task
+    from eyas.bench.tasks import read_prompts
+
+    if not given["prompts"]:
+        with quiet():
+            return [p for spec in given["tasks"].split(",") for p in load_task(spec.strip(), given["limit"])]
+    found, complaints = read_prompts(given["prompts"])
+    for line in complaints:
+        note(line)
+    return found[: given["limit"]]
+
+
+@contextmanager
+def _bar() -> Iterator[OnPrompt]:
+    """Prompts done, time left, what is going on; where there is no terminal a line now and then."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+
+        def line(done: int, of: int, what: str) -> None:
+            if what:
+                note(f"prompt {done + 1} of {of}: {what}" if done < of else what)
+
+        yield line
+        return
+    columns = (
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}", markup=False),
+    )
+    with Progress(*columns, console=console, redirect_stdout=False) as shown:
+        task = shown.add_task("prompts", total=None, what="")
+        yield lambda done, of, what: shown.update(task, completed=done, total=of, what=what)
+
+
+def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> int:
+    """The pooled table, the places of the rest; status 1 when a float32 text is not plain decoding's."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from eyas.bench import report
+
+    if given["as_json"]:
+        click.echo(json.dumps(dict(summary)))
+    else:
+        seen = set()
+        for temperature, _, rows in report.sections(summary):
+            if temperature in seen:
+                continue
+            seen.add(temperature)
+            table = Table(
+                title=f"T = {temperature:g}, {rows[0]['prompts']} prompts", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+            )
+            for place, head in enumerate(report.HEADS):
+                table.add_column(head, justify="right" if place else "left", no_wrap=True)
+            for row in rows:
+                table.add_row(*report.cells(row, intervals=False))
+            Console().print(table)
+    for warning in summary["warnings"]:
+        note(warning)
+    note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
+    wrong = [] if summary["settings"]["dtype"] != "float32" else _wrong(summary)
+    for line in wrong:
+        problem(line)
+    return 1 if wrong else 0
+
+
+def _wrong(summary: Mapping[str, Any]) -> list[str]:
+    """Texts of ours that are not plain decoding's, near ties apart."""
+    said = []
+    for row in summary["rows"]:
+        if row["task"] == "all" and not row["method"].startswith("transformers"):
+            for prompt, turn, at, margin in row["differ"]:
+                if margin > NEAR_TIE:
+                    where = f"{row['method']}, {prompt}, turn {turn + 1}: token {at}"
+                    said.append(f"{where} is not plain decoding's (margin {margin:.2g}): a fault of eyas")
+    return said
+
+
+def _compare(a: str, b: str) -> int:
+    from eyas.bench import report
+
+    first, second = (report.read_summary(Path(x)) for x in (a, b))
+    click.echo(report.comparison(first, second, (Path(a).name or a, Path(b).name or b)))
+    return 0

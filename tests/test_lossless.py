@@ -73,8 +73,6 @@ TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
 OPTIONS = {
     "lookahead": {"lookahead.width": 4, "lookahead.ngram": 4, "lookahead.guesses": 3},
     "rest": {"rest.nodes": 14, "rest.depth": 4, "rest.shortest": 1},  # two random tokens are seldom found
-    "lookahead": {"lookahead.width": 4, "lookahead.ngram": 4, "lookahead.guesses": 3},
-    "rest": {"rest.nodes": 14, "rest.depth": 4, "rest.shortest": 1},  # two random tokens are seldom found
     "eagle1": {"tree.choices": "reference"},
     "eagle2": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},

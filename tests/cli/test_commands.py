@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -52,6 +53,18 @@ def test_the_commands_are_the_files(run: Run) -> None:
         assert re.search(rf"^│ {name} ", shown.output, re.MULTILINE), name
         assert run(name, "--help").exit_code == 0
     assert run("--version").output == f"eyas {eyas.__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.names())
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    """Of every command, those of methods and of the training's config included, which take their words from comments: a field without one
+    shows its default and nothing else. Hidden options are for our own processes."""
+    command = cli.group.get_command(click.Context(cli.group), name)
+    assert command is not None
+    options = [p for p in command.get_params(click.Context(command)) if isinstance(p, click.Option) and not p.hidden]
+    assert options
+    silent = [option.opts[0] for option in options if not re.sub(r"\\?\[.*", "", option.help or "").strip()]
+    assert not silent
 
 
 def test_help_of_generate(run: Run) -> None:

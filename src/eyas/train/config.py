@@ -33,13 +33,13 @@ class TrainConfig:
 
     lr: float = 5e-4  # the highest learning rate, after warm-up
     min_lr_share: float = 0.05  # where the schedule ends, as a share of lr
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # how lr falls after warm-up
     warmup_steps: int | None = None  # linear rise to lr; None: a twentieth of the steps, at most 2,000
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the net, at the same lr; AdamW for all other weights
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # share of lr by which each update shrinks the weights
     clip: float = 0.5  # largest norm of the gradient; 0 = no clipping
-    steps: int | None = None
+    steps: int | None = None  # updates of the weights
     epochs: float | None = None  # passes over the training examples
     tokens: int | None = None  # tokens read, padding not counted
     batch_tokens: int = 8192  # tokens of a batch, padding included
@@ -50,7 +50,7 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "float32"] = "auto"  # bf16: autocast, weights stay float32; auto: where the machine has bf16
     checkpointing: bool = False  # work out a step's activations again in the backward: less memory, more time
     parallel: Literal["fsdp", "ddp"] = "fsdp"  # several processes (torchrun): each holds a part of the weights, or all of them
-    seed: int = 0
+    seed: int = 0  # of a new head's weights, the order of the data and the noise in the loss
     eval_every: int = 200  # steps between evaluations; 0 = at the end only
     save_every: int = 200  # steps between saved states; 0 = at the end only
     log_every: int = 10  # steps that a line of the log is the mean of

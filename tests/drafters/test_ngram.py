@@ -1,0 +1,253 @@
+"""Drafting from the text alone, against naive searches through it; and the sessions that keep the text."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zoo
+from eyas import drafters
+from eyas.decode import Decoder, Request
+from eyas.drafters._base import options_from
+from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters.prompt_lookup import Lookup, NgramIndex
+from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
+from eyas.errors import OptionError
+from eyas.sampling import Sampling
+from eyas.target import Target
+from reference import plain_decode
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+METHODS = ("prompt_lookup", "suffix")
+
+
+def index_of(name: str) -> Index:
+    return NgramIndex(Lookup(matches=3)) if name == "prompt_lookup" else SuffixAutomaton(SuffixTree())
+
+
+def learnt(index: Index, tokens: Sequence[int]) -> Index:
+    for token in tokens:
+        index.append(token)
+    return index
+
+
+def ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Places behind every occurrence."""
+    return [i for i in range(len(part), len(text) + 1) if list(text[i - len(part) : i]) == list(part)]
+
+
+def paths(guesses: Sequence[Guess]) -> list[tuple[int, ...]]:
+    """The tokens from the root to each guess."""
+    found: list[tuple[int, ...]] = [()]
+    for guess in guesses:
+        found.append((*found[guess.parent], guess.token))
+    return found[1:]
+
+
+# --- prompt lookup
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(texts, st.integers(1, 3), st.integers(0, 2), st.sampled_from(["newest", "oldest"]), st.integers(1, 3))
+def test_lookup_is_a_search_through_the_text(text: list[int], shortest: int, more: int, pick: str, matches: int) -> None:
+    """Guards which n-gram is looked up (the longest that was there), which of its places are taken, and what a place proposes: what
+    followed it, and from the end of the text on the copy itself."""
+    options = Lookup(longest=shortest + more, shortest=shortest, depth=6, matches=matches, pick=pick)  # type: ignore[arg-type]
+    expected: list[tuple[int, ...]] = []
+    for n in range(min(options.longest, len(text)), shortest - 1, -1):
+        places = ends(text, text[len(text) - n :])[:-1]
+        if places:
+            for place in (places[::-1] if pick == "newest" else places)[:matches]:
+                copy = list(text)
+                for _ in range(6):
+                    copy.append(copy[place + len(copy) - len(text)])
+                chain = tuple(copy[len(text) :])
+                expected += [chain[:d] for d in range(1, 7) if chain[:d] not in expected]
+            break
+    assert paths(learnt(NgramIndex(options), text).guesses()) == expected
+
+
+# --- the suffix automaton
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
+def test_the_automaton_knows_every_substring(text: list[int]) -> None:
+    """Guards construction: every substring leads to a state that knows how often and where last it occurred and what followed it, no other
+    string leads anywhere, and the link of the whole text is its longest earlier match."""
+    index = SuffixAutomaton(SuffixTree())
+    learnt(index, text)
+    for begin in range(len(text)):
+        for end in range(begin + 1, len(text) + 1):
+            part, state = text[begin:end], 0
+            for token in part:
+                state = index.next[state][token]
+            places = ends(text, part)
+            assert (index.count[state], index.latest[state]) == (len(places), places[-1])
+            assert set(index.next[state]) == {text[i] for i in places if i < len(text)}
+    assert len(index.link) <= 2 * len(text) + 1
+    longest = max(n for n in range(len(text)) if len(ends(text, text[len(text) - n :])) > 1 or n == 0)
+    assert index.length[index.link[index.last]] == longest
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(texts, st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
+def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, depth: int, branch: int) -> None:
+    """Guards the best-first growth: the sizes asked for, distinct siblings whose probabilities sum to at most 1, the most probable paths
+    first, and nothing but what followed some end of text and path."""
+    guesses = learnt(SuffixAutomaton(SuffixTree(nodes, depth, branch)), text).guesses()
+    assert len(guesses) <= nodes - 1
+    joint = [0.0]
+    for n, guess in enumerate(guesses, start=1):
+        assert 0 <= guess.parent < n
+        assert guess.logp <= 0
+        joint.append(joint[guess.parent] + guess.logp)
+    assert all(a >= b - 1e-9 for a, b in pairwise(joint))
+    for parent in range(len(guesses) + 1):
+        siblings = [guess for guess in guesses if guess.parent == parent]
+        assert len({guess.token for guess in siblings}) == len(siblings)
+        assert sum(math.exp(guess.logp) for guess in siblings) <= 1 + 1e-9
+    for path in paths(guesses):
+        assert len(path) <= depth
+        assert path[-1] in {text[i] for i in ends(text, [*text, *path[:-1]][-1:]) if i < len(text)}
+
+
+def test_longer_matches_propose_longer_continuations() -> None:
+    """Guards the adaptive length: after a match of one token several short paths, after a long one a single long one. Deterministic."""
+
+    def deepest(match: int) -> int:
+        known = list(range(100, 100 + match))
+        others = [token for i in range(12) for token in (known[-1], 200 + i, 300 + i)]  # what else followed its last token
+        text = [*others, *known, *range(400, 440), *known]
+        return max(map(len, paths(learnt(SuffixAutomaton(SuffixTree(nodes=13, depth=12)), text).guesses())))
+
+    assert deepest(1) < deepest(8) == 12
+
+
+def test_shorter_matches_say_what_longer_ones_do_not() -> None:
+    """Guards the escape: what followed the longest match first, then what only followed shorter ones. Deterministic."""
+    text = [1, 2, 3, 9, 8, 2, 4, 9, 7, 2, 4, 5, 1, 2]
+    guesses = [guess for guess in learnt(SuffixAutomaton(SuffixTree()), text).guesses() if guess.parent == 0]
+    assert [guess.token for guess in guesses] == [3, 4]
+
+
+def test_a_loop_goes_on() -> None:
+    """Guards the way past the end of the text: a text that repeats itself is proposed to the full depth. Deterministic."""
+    text = [1, 2, 3, 4] * 3 + [1, 2]
+    found = paths(learnt(SuffixAutomaton(SuffixTree(nodes=13)), text).guesses())
+    assert found[-1] == (3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
+
+
+def test_escapes_are_learnt() -> None:
+    """Guards the estimate: where matches of one token were followed by new tokens, the next one is trusted less. Deterministic."""
+    index = SuffixAutomaton(SuffixTree())
+    before = index.escape(1)
+    learnt(index, [token for i in range(20) for token in (1, 100 + i)])
+    assert index.escape(1) > before
+
+
+# --- both
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.sampled_from(METHODS), texts, st.integers(0, 40), texts)
+def test_cut_forgets(name: str, text: list[int], length: int, more: list[int]) -> None:
+    """Guards chats: an index that was cut back is the one that never read further."""
+    index = learnt(index_of(name), text)
+    index.cut(length)
+    fresh = learnt(index_of(name), text[:length])
+    for both in (index, fresh):
+        learnt(both, more)
+    assert index.tokens == [*text[:length], *more]
+    assert index.guesses() == fresh.guesses()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_to_say(name: str) -> None:
+    """Guards texts without any repetition, the empty one too. Deterministic."""
+    for text in ([], [5], [1, 2, 3]):
+        assert learnt(index_of(name), text).guesses() == []
+
+
+def check_texts(decoder: Decoder) -> None:
+    """Each row's index holds its committed tokens: all but the root."""
+    assert isinstance(decoder.drafter, TextSession)
+    for index, row in zip(decoder.drafter.rows, decoder.rows, strict=True):
+        assert row is None or index.tokens == row.tokens[:-1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("law", [Sampling(), Sampling(0.6, top_k=8, seed=1)])
+def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
+    """Guards the whole cycle where it matters: texts that repeat themselves, in rows that join and leave; the same ids as the plain loop,
+    every index holding its row's text and no other."""
+    target, dice, kind = Target(zoo.FAMILIES["llama"]()), random.Random(2), drafters.find(name)
+    phrase = [dice.randrange(zoo.VOCAB) for _ in range(6)]
+    requests = [Request(tuple([*phrase, i] * (2 + i)), 60 - 7 * i, law) for i in range(4)]
+    decoder, tokens, accepted = Decoder(target, kind(target), rows=2), dict[int, list[int]](), 0
+    tickets = [decoder.add(request) for request in requests]
+    while not decoder.finished:
+        for step in decoder.step():
+            tokens.setdefault(step.request, []).extend(step.tokens)
+            accepted += step.accepted
+            assert step.draft is None or step.draft.tree.nodes == kind(target).describe()["nodes"]
+        check_texts(decoder)
+    assert [tokens[ticket] for ticket in tickets] == [plain_decode(target.model, request) for request in requests]
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_chat_keeps_what_is_equal(name: str) -> None:
+    """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has nothing to do with it; the index holds
+    exactly the row's text, and the answers are those of the plain loop."""
+    target = Target(zoo.FAMILIES["llama"]())
+    decoder = Decoder(target, drafters.find(name)(target), rows=1, reuse=True)
+    first = (3, 5, 7, 3, 5, 7, 9)
+    answer = tuple(plain_decode(target.model, Request(first, 12)))
+    for prompt in (first, (*first, *answer, 4, 4), (*first, *answer[:5], 8), first[:4], (50, 60), (50, 60, 70)):
+        request, tokens = Request(prompt, 12), list[int]()
+        decoder.add(request)
+        while not decoder.finished:
+            tokens += [token for step in decoder.step() for token in step.tokens]
+            check_texts(decoder)
+        assert tokens == plain_decode(target.model, request)
+
+
+def test_padding_is_no_candidate() -> None:
+    """Guards fixed shapes: what is not guessed is padding below the root, in rows that guess something, nothing, or are empty."""
+    target = Target(zoo.FAMILIES["llama"]())
+    decoder = Decoder(target, drafters.find("suffix")(target), rows=3)
+    for prompt in (tuple(range(zoo.VOCAB)), (9,)):  # whatever the first says, it stood there before
+        decoder.add(Request(prompt, 5))
+    drafts = [step.draft for _ in range(2) for step in decoder.step() if step.draft is not None]
+    for draft in drafts:
+        assert draft.score_BN is not None
+        assert draft.tree.candidate_BN[:, 0].all()
+        assert draft.tree.candidate_BN[0].sum() > 1
+        assert draft.tree.candidate_BN[2].sum() == 1
+        assert torch.equal(draft.score_BN.isfinite(), draft.tree.candidate_BN)
+        assert (draft.tree.parents_BN[:, 1:][~draft.tree.candidate_BN[:, 1:]] == 0).all()
+    assert drafts
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("prompt_lookup", {"lookup.longest": 0}, "lookup.longest must be a whole number, 1 or more, got 0"),
+        ("prompt_lookup", {"lookup.shortest": 4}, "lookup.shortest is 4, more than lookup.longest, 3"),
+        ("prompt_lookup", {"lookup.pick": "newst"}, "unknown lookup.pick 'newst'; did you mean newest"),
+        ("suffix", {"suffix.nodes": True}, "suffix.nodes must be a whole number, 1 or more, got True"),
+        ("suffix", {"suffix.dept": 3}, "unknown option 'suffix.dept'; did you mean suffix.depth"),
+    ],
+)
+def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
+    """Guards the one line that a user reads. Deterministic."""
+    with pytest.raises(OptionError, match=message):
+        options_from(drafters.find(name).Options, options)

@@ -270,6 +270,7 @@ def head_stage(args: argparse.Namespace) -> None:
     for f in files:
         f.chmod(0o644)
     config = json.loads((args.output / "config.json").read_text())
+    config["torch_dtype"] = "float16"
     config["eyas"]["target_fingerprint"] = Target(tiny.model(folder)).fingerprint()
     (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     sums = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}

@@ -62,6 +62,7 @@ def verified_alone(drawn_tree: bool) -> Check:
 
 SLOW_DRAWN: Check = ("test_verify", "test_random_trees_against_a_slow_verification", (True,))
 PROCESSORS: Check = ("test_sampling", "test_scores_are_those_of_transformers", ({"temperature": 0.7, "top_p": 0.9},))
+BLOCK: Check = ("test_verify", "test_blocks_are_exact", ("near",))
 ORDER: Check = ("test_verify", "test_drawn_siblings_come_in_draw_order_from_the_processed_q", ("T=0.6",))
 LAW = "the law of the first"
 OTHER_IDS = "other ids than plain decoding"
@@ -270,6 +271,44 @@ MUTATIONS = (
         "noise.accepts(chance_B, bonus_position_B, sibling)",
         "noise.accepts(chance_B, bonus_position_B, 0)",
         drawn("binary"),
+        LAW,
+    ),
+    # blocks
+    Mutation("a block's weight above one", "verify.py", ".clamp(max=1), weight_B)", ", weight_B)", BLOCK, LAW),
+    Mutation(
+        "a block's weight of the last token alone", "verify.py", "(weight_B * p_next_B / q_next_B)", "(p_next_B / q_next_B)", BLOCK, LAW
+    ),
+    Mutation("a block's residual without its weight", "verify.py", "(weight_B[:, None] * p_BV - torch", "(p_BV - torch", BLOCK, LAW),
+    Mutation("a block's test without what was lost", "verify.py", "(mass_B + 1 - weight_B)", "mass_B.clamp(min=1)", BLOCK, LAW),
+    Mutation(
+        "the shortest prefix of a block",
+        "verify.py",
+        "torch.where(passed_B, n, end_B)",
+        "torch.where(passed_B & (end_B == 0), n, end_B)",
+        BLOCK,
+        LAW,
+    ),
+    Mutation("a block's bonus from p", "verify.py", "torch.where(mass_B[:, None] > 0, left_BV, p_BV)", "p_BV", BLOCK, LAW),
+    Mutation(
+        "a block's bonus with the noise of the root",
+        "verify.py",
+        "(position_B + end_B + 1)[:, None]",
+        "(position_B + 1)[:, None]",
+        ("test_verify", "test_a_block_against_a_slow_one", ()),
+    ),
+    Mutation(
+        "a block goes on behind what is no candidate",
+        "verify.py",
+        "here_B & tree.candidate_BN[:, n + 1] & (q_next_B > 0)",
+        "here_B & (q_next_B > 0)",
+        ("test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
+    ),
+    Mutation(
+        "one uniform number for a whole block",
+        "verify.py",
+        "position_B + n, 0)",
+        "position_B + 1, 0)",
+        BLOCK,
         LAW,
     ),
     Mutation(

@@ -272,7 +272,7 @@ def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
     along = {
         "tokens": noise_of(9)._uniform(stream, one, torch.arange(60_000)),
         "positions": noise_of(9)._uniform(stream, many[None], torch.arange(1)),
-        "seeds": noise_of(*range(60_000))._uniform(stream, one.expand(60_000, torch.arange(1)), 1),
+        "seeds": noise_of(*range(60_000))._uniform(stream, one.expand(60_000, 1), torch.arange(1)),
         "last token of 32": noise_of(0)._uniform(stream, many[None, :60_000], torch.arange(32))[..., -1],
     }
     for name, values in along.items():

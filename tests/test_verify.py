@@ -415,8 +415,8 @@ def grown_drafts(world: World, start_W: Tensor, parents: list[int], depth: int) 
     return start_B, draft, prefix_BN, weight_B
 
 
-def drawn_cycle(name: str, grown: bool = False) -> Cycle:
-    """A cycle with drawn trees: every draft, every answer of the accept tests, every bonus."""
+def drawn_cycle(name: str, grown: bool = False, block: bool = False) -> Cycle:
+    """A cycle with drawn trees, or blocks: every draft, every answer of the accept tests, every bonus."""
 
     def cycle(world: World, start_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shapes = DRAWN[name]
@@ -436,7 +436,8 @@ def drawn_cycle(name: str, grown: bool = False) -> Cycle:
         tree = Tree.build(draft.tree.parents_BN[index_B], depth, draft.tree.candidate_BN[index_B])
         root_B = 2 + torch.arange(len(start_B)) % 5
         noise = Script(root_B, depth, torch.zeros(len(start_B), depth + 1, world.vocab), answer_XC[answer_B], None, siblings)
-        verdict = verify(Draft(tree, draft.tokens_BN[index_B], None, draft.q_BNV[index_B]), world.scores_IV[prefix_BN], root_B, noise)
+        drafted = Draft(tree, draft.tokens_BN[index_B], None, draft.q_BNV[index_B], block)
+        verdict = verify(drafted, world.scores_IV[prefix_BN], root_B, noise)
         weight_B = weight_B * noise.weight_B * 0.5 ** (answers - noise.calls)
         bonus_BV = noise.added[-1].double().exp()  # the law from which the bonus is drawn, up to a factor that argmax does not see
         assert bonus_BV.shape == (len(start_B), world.vocab)
@@ -487,6 +488,110 @@ def test_steep_drafts_are_exact(gap: float) -> None:
     grow_static(net_of(world, start_B), roots_of(world, start_B, start_B + 2, noise), choices_of(parents))
     world.q_IV[0] = noise.added[-1][0, 0].double().softmax(-1)
     check_exact(world, drawn_cycle("three", grown=True), 2, 1)
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q", ["near", "far", "same", "flat", "opposite", "point", "two"])
+def test_blocks_are_exact(q: str) -> None:
+    """Guards block verification: weights, residuals, which prefix, bonus; two blocks one after the other. Enumeration: no odds."""
+    check_exact(World(3, 6, q), drawn_cycle("chain", block=True), 5, 2)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_blocks_as_grown_are_exact(sampling: str) -> None:
+    """Guards a block's way through `grow_static`, with the row's own Sampling. Enumeration: no odds."""
+    check_exact(World(3, 5, sampling=SAMPLINGS[sampling]), drawn_cycle("chain", grown=True, block=True), 4, 1)
+
+
+def accepted_by(world: World, block: bool) -> float:
+    """Expected number of accepted draft tokens of a chain of two, by enumeration."""
+    start_B, draft, prefix_BN, weight_B = given_drafts(world, torch.zeros(1, dtype=torch.long), [-1, 0, 1], 2)
+    answer_XC = torch.cartesian_prod(*[torch.tensor([False, True])] * 3)
+    index_B, answer_B = grid(torch.arange(len(start_B)), torch.arange(len(answer_XC)))
+    assert draft.q_BNV is not None
+    drafted = Draft(Tree.chain(len(index_B), 3), draft.tokens_BN[index_B], None, draft.q_BNV[index_B], block)
+    noise = Script(start_B[index_B], 2, torch.zeros(len(index_B), 3, world.vocab), answer_XC[answer_B])
+    verdict = verify(drafted, world.scores_IV[prefix_BN[index_B]], start_B[index_B], noise)
+    return float((weight_B[index_B] * noise.weight_B * 0.5 ** (3 - noise.calls) * (verdict.length_B - 1)).sum())
+
+
+def test_blocks_accept_more() -> None:
+    """Guards what blocks are for: the paper's example (section 2: p = 1/3, 2/3 and q = 2/3, 1/3 everywhere) gives 11/9 tokens instead of
+    10/9, and no world gives fewer. Enumeration: no odds."""
+    world = World(2, 3)
+    world.p_logits_IV, world.q_logits_IV = (
+        torch.tensor(law).log().expand(len(world.seen_IV), 2) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+    )
+    world.scores_IV = world.p_logits_IV
+    world.p_IV, world.q_IV = world.p_logits_IV.double().softmax(-1), world.q_logits_IV.double().softmax(-1)
+    assert accepted_by(world, False) == pytest.approx(10 / 9, abs=1e-6)
+    assert accepted_by(world, True) == pytest.approx(11 / 9, abs=1e-6)
+    for q in ("near", "far", "same", "flat", "opposite", "two"):
+        for seed in range(4):
+            world = World(3, 3, q, seed=seed)
+            assert accepted_by(world, True) > accepted_by(world, False) - 1e-6
+
+
+def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: Noise) -> tuple[int, int]:
+    """(accepted draft tokens, bonus) of one row, in float64, from the longest prefix down."""
+    weights = [1.0]
+    for n, token in enumerate(tokens[1:]):
+        weights.append(min(1.0, weights[-1] * float(p_NV[n, token] / q_NV[n, token])))
+    left_NV = (torch.tensor(weights, dtype=torch.float64)[:, None] * p_NV - q_NV).clamp(min=0)
+    end = len(tokens) - 1
+    while end:
+        mass = left_NV[end].sum()
+        if noise.accepts((mass / (mass + 1 - weights[end]))[None], torch.tensor([root + end]), 0)[0]:
+            break
+        end -= 1
+    return end, int((left_NV[end].log() + noise.gumbel(torch.tensor([[root + end + 1]]), p_NV.shape[1])[0, 0].double()).argmax())
+
+
+def test_a_block_against_a_slow_one() -> None:
+    """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as it comes out alone. Odds of a near-tie
+    between float32 and float64: 1e-4, seeded."""
+    world, generator = World(5, 7), torch.Generator().manual_seed(4)
+    kinds = [Sampling(temperature=1.0, seed=s) for s in range(300)]
+    start_B, root_B = torch.randint(1, 6, (300,), generator=generator), torch.randint(50, (300,), generator=generator)
+    noise = Noise.of(kinds)
+    draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2, 3]))
+    prefix_BN = start_B[:, None].repeat(1, 5)
+    for n in range(1, 5):
+        prefix_BN[:, n] = world.child(prefix_BN[:, n - 1], draft.tokens_BN[:, n])
+    assert draft.q_BNV is not None
+    verdict = verify(Draft(draft.tree, draft.tokens_BN, None, draft.q_BNV, True), world.scores_IV[prefix_BN], root_B, noise)
+    found = [
+        slow_block(draft.tokens_BN[b].tolist(), world.p_IV[prefix_BN[b]], draft.q_BNV[b].double(), int(root_B[b]), Noise.of([kinds[b]]))
+        for b in range(300)
+    ]
+    assert list(zip((verdict.length_B - 1).tolist(), verdict.bonus_B.tolist(), strict=True)) == found
+    assert len({length for length, _ in found}) == 5
+
+
+def test_a_block_ends_at_what_is_no_candidate() -> None:
+    """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the bonus has the law of a chain of that length;
+    greedy rows are verified as chosen. Deterministic."""
+    world, kinds = World(4, 5), [ONE, ONE, Sampling()]
+    start_B, root_B = torch.tensor([1, 1, 2]), torch.tensor([5, 5, 6])
+    noise = Noise.of(kinds)
+    draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2]))
+    prefix_BN = start_B[:, None].repeat(1, 4)
+    for n in range(1, 4):
+        prefix_BN[:, n] = world.child(prefix_BN[:, n - 1], draft.tokens_BN[:, n])
+    scores_BNV = world.scores_IV[prefix_BN]
+    assert draft.q_BNV is not None
+    cut_BN = torch.tensor([True, True, False, True]).expand(3, 4)
+    cut = verify(Draft(Tree.build(draft.tree.parents_BN, 3, cut_BN), draft.tokens_BN, None, draft.q_BNV, True), scores_BNV, root_B, noise)
+    short = Draft(Tree.chain(3, 2), draft.tokens_BN[:, :2], None, draft.q_BNV[:, :2] * torch.tensor([1.0, 0.0])[:, None], True)
+    alone = verify(short, scores_BNV[:, :2], root_B, noise)
+    assert torch.equal(cut.length_B, alone.length_B)
+    assert torch.equal(cut.bonus_B, alone.bonus_B)
+    greedy = verify(Draft(draft.tree, draft.tokens_BN), scores_BNV, root_B, noise)
+    block = verify(Draft(draft.tree, draft.tokens_BN, None, draft.q_BNV, True), scores_BNV, root_B, noise)
+    assert greedy.length_B[2] == block.length_B[2]
+    assert greedy.bonus_B[2] == block.bonus_B[2]
 
 
 # --- what grow_static promises to verify -----------------------------------------------------------------------------------------------

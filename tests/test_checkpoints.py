@@ -20,9 +20,7 @@ from torch import Tensor
 
 from eyas.checkpoints import Weights, expect, load, safeailab, save
 from eyas.errors import CheckpointError, InputError
-
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+from golden import GOLDEN, golden_head, needs_golden, same
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,10 +51,6 @@ def put(folder: Path, config: Any = None, tensors: dict[str, Tensor] | None = No
     (folder / "config.json").write_text(json.dumps(usual[0] if config is None else config))
     save_file(usual[1] if tensors is None else tensors, folder / "model.safetensors")
     return folder
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) -> str:
@@ -147,16 +141,9 @@ def test_what_we_write_others_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["head_eagle1_a", "head_eagle1_b_nobias"])
 def test_golden_heads(name: str, tmp_path: Path) -> None:
     """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
-    safe = load(GOLDEN / name)
-    for file in ("config.json", "pytorch_model.bin"):
-        (tmp_path / file).write_bytes((GOLDEN / name / file).read_bytes())
-    binary = load(tmp_path)
-    assert same(safe.tensors, binary.tensors)
-    assert safe.config == binary.config
+    safe = golden_head(name, tmp_path)
     assert safe.config["fc_bias"] == ("fc.bias" in safe.tensors) == (name == "head_eagle1_a")
     assert safe.config["rope_theta"] == (10000.0 if name == "head_eagle1_a" else 500000.0)
-    save(safe, tmp_path / "again")
-    assert same(load(tmp_path / "again").tensors, safe.tensors)
 
 
 @needs_golden

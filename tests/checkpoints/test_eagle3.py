@@ -19,9 +19,7 @@ from torch import Tensor
 import eyas.checkpoints
 from eyas.checkpoints import Weights, load, save
 from eyas.errors import CheckpointError
-
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+from golden import GOLDEN, golden_head, needs_golden, same
 
 Head = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -152,10 +150,6 @@ def refused(folder: Path, head: Head, says: str, **held: Any) -> str:
         read(folder, head, **held)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 # --- every form ------------------------------------------------------------------------------------------------------------------------
@@ -687,12 +681,7 @@ def test_faults_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["head_eagle3_b", "head_eagle3_b_fullvocab"])
 def test_golden_heads(name: str, tmp_path: Path) -> None:
     """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
-    safe = load(GOLDEN / name)
-    for file in ("config.json", "pytorch_model.bin"):
-        (tmp_path / file).write_bytes((GOLDEN / name / file).read_bytes())
-    binary = load(tmp_path)
-    assert same(safe.tensors, binary.tensors)
-    assert safe.config == binary.config
+    safe = golden_head(name, tmp_path)
     assert safe.config["rope_theta"] == 10000.0  # although the target's is 500000: the head was trained with this one
     assert (safe.config["fc_bias"], safe.config["feature_layers"], safe.config["carries"]) == (False, None, "raw")
     held = load_file(GOLDEN / name / "model.safetensors")
@@ -701,6 +690,3 @@ def test_golden_heads(name: str, tmp_path: Path) -> None:
     else:
         assert safe.tensors["draft_ids"].tolist() == held["t2d"].nonzero().flatten().tolist()
         assert safe.config["draft_vocab_size"] == 128
-    save(safe, tmp_path / "again")
-    assert same(load(tmp_path / "again").tensors, safe.tensors)
-    assert same(load_file(tmp_path / "again" / "model.safetensors"), held)

@@ -13,25 +13,14 @@ from eyas import checkpoints
 from eyas.drafters.eagle1 import Method
 from eyas.target import Target
 from eyas.train import loop
-from eyas.train.data import Example, Examples
 from eyas.train.loop import TrainConfig, train
+from train.real import language
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     torch.set_num_threads(1)
     return Target(zoo.tiny("llama"), "tiny-llama")
-
-
-def language(count: int, seed: int) -> Examples:
-    """Few tokens, each with two followers."""
-    generator, found = torch.Generator().manual_seed(seed), Examples()
-    for i in range(count):
-        ids = [1]
-        while len(ids) < 12 + i % 9:
-            ids.append(3 + (ids[-1] * 5 + int(torch.randint(2, (), generator=generator))) % 40)
-        found.append(Example(ids, [t >= 4 for t in range(len(ids))]))
-    return found
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -1,0 +1,33 @@
+"""Heads as the reference publishes them, where they are beside this checkout, and what is asked of all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eyas.checkpoints import Weights, load, save
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def golden_head(name: str, folder: Path) -> Weights:
+    """The head of that name: its .bin and .safetensors must be read alike, and what we write of it as the authors wrote it."""
+    safe = load(GOLDEN / name)
+    for file in ("config.json", "pytorch_model.bin"):
+        (folder / file).write_bytes((GOLDEN / name / file).read_bytes())
+    binary = load(folder)
+    assert same(safe.tensors, binary.tensors)
+    assert safe.config == binary.config
+    save(safe, folder / "again")
+    assert same(load(folder / "again").tensors, safe.tensors)
+    assert same(load_file(folder / "again" / "model.safetensors"), load_file(GOLDEN / name / "model.safetensors"))
+    return safe

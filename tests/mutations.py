@@ -322,7 +322,7 @@ MUTATIONS = (
     Mutation(
         "q stated without the row's temperature",
         "drafters/_grow.py",
-        "    return Draft(tree, tokens_BN, score_BN, q_BNV)",
+        "    return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)",
         """    if q_BNV is not None:
         q_BNV = torch.stack([(q_NV.log() * s.temperature).softmax(-1) for q_NV, s in zip(q_BNV, roots.sampling, strict=True)])
     return Draft(tree, tokens_BN, score_BN, q_BNV)""",

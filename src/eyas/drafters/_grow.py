@@ -216,13 +216,14 @@ def _levels(choices: Choices) -> tuple[list[int], list[_Level]]:
     return parents, levels
 
 
-def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "drawn") -> Draft:
+def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "drawn", block: bool = False) -> Draft:
     """EAGLE-1's tree of fixed shape: a node's children are the draft's best tokens (greedy rows); in sampling rows, by `noise`,
 
     drawn: drawn from q without replacement, in the largest order of log q + Gumbel noise of the draft's own (Kool, van Hoof, Welling 2019);
         siblings stay in draw order;
     shared: chosen, as the largest of log q + the noise that the target will draw with.
 
+    block: the tree is a chain, and what is drawn is to be verified as a whole (verify.py).
     q is processed by the row's own Sampling like p. A node that q gives no mass is no candidate.
     """
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
@@ -261,7 +262,7 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "dr
             score_BN[:, node] = own_BQK[:, place, rank]
             candidate_BN[:, node] = key_BQK[:, place, rank] > -math.inf
     tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, depth)
-    return Draft(tree, tokens_BN, score_BN, q_BNV)
+    return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)
 
 
 def _processed(logits_BQv: Tensor, roots: Roots, seen_BQv: Tensor | None) -> Tensor:

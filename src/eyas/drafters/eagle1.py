@@ -38,11 +38,19 @@ _REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100 
 REFERENCE_TREE: Choices = check_choices(tuple(map(int, path)) for path in _REFERENCE.split())
 
 
+SIBLINGS, VERIFICATIONS = ("drawn", "shared"), ("token", "block")
+
+
 @dataclass(frozen=True)
 class StaticTree:
     """Which tree EAGLE-1 drafts."""
 
     choices: str | Choices = "reference"  # "reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks
+    noise: str = "drawn"  # sampling: siblings are drawn from q (drawn, the paper's), or chosen by what this run will draw (shared)
+
+    def __post_init__(self) -> None:
+        if self.noise not in SIBLINGS:
+            raise OptionError(f"unknown tree.noise {self.noise!r}; {near(self.noise, SIBLINGS)}")
 
     def resolve(self) -> Choices:
         """OptionError when the name, the file or the tree is bad."""
@@ -86,6 +94,12 @@ class Options(HeadOptions):
     """Flags of eagle1."""
 
     tree: StaticTree = field(default_factory=StaticTree)
+    verify: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify not in VERIFICATIONS:
+            raise OptionError(f"unknown verify {self.verify!r}; {near(self.verify, VERIFICATIONS)}")
 
 
 class Net(nn.Module):
@@ -138,6 +152,8 @@ class Method(EagleMethod):
     def plan(self) -> None:
         """Resolve the options once; OptionError when they are bad."""
         self.choices = self.options.tree.resolve()
+        if self.options.verify == "block" and (self.options.tree.noise != "drawn" or max(path[-1] for path in self.choices)):
+            raise OptionError("verify block is for a chain that is drawn: give --tree.choices chain --tree.noise drawn")
         if max(path[-1] for path in self.choices) >= self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
 
@@ -191,14 +207,17 @@ class Method(EagleMethod):
         return self.target.head(hidden.to(self.target.dtype))
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
-        return grow_static(growth, roots, self.choices)
+        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verify == "block")
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=StaticTree(f"chain-{depth}"), window=self.options.window)
         return Method(self.target, options, self.net, self.shape, self.embed_tokens)
 
     def describe(self) -> dict[str, Any]:
-        tree = {"kind": "static", "choices": self.options.tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1}
+        how = {"noise": self.options.tree.noise, **({"verify": "block"} if self.options.verify == "block" else {})}
+        tree = {
+            "kind": "static", "choices": self.options.tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1, **how
+        }  # fmt: skip
         return {**tree, **super().describe()}
 
     def weights(self) -> Weights:

@@ -15,7 +15,7 @@ Everything is mapped, not read: opening takes no time, and memory is the system'
 from __future__ import annotations
 
 from eyas.datastore._build import Settings, Source, build
-from eyas.datastore._manifest import Manifest
+from eyas.datastore._manifest import DEPTH, Manifest
 from eyas.datastore._store import Datastore
 
-__all__ = ["Datastore", "Manifest", "Settings", "Source", "build"]
+__all__ = ["DEPTH", "Datastore", "Manifest", "Settings", "Source", "build"]

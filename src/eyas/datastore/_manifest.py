@@ -20,7 +20,7 @@ import numpy as np
 from eyas.datastore._segment import Array
 from eyas.errors import InputError
 
-__all__ = ["DEPTH", "MANIFEST", "Manifest", "Read", "Stored", "check_files", "damaged", "mapped", "replaced", "told", "write_array"]
+__all__ = ["DEPTH", "MANIFEST", "Manifest", "Read", "Stored", "damaged", "mapped", "replaced", "told", "write_array"]
 
 FORMAT, VERSION = "eyas-datastore", 1
 MANIFEST = "manifest.json"
@@ -105,6 +105,19 @@ class Manifest:
             raise damaged(path, "its segments are not in this folder")
         return found
 
+    def check(self, folder: Path, thoroughly: Callable[[int], None] | None = None) -> None:
+        """InputError when a file is missing or of another size; `thoroughly`: or of another checksum, told the bytes of each file read."""
+        for stored in self.segments:
+            for kind, size, sha256 in zip(KINDS, stored.bytes, stored.sha256, strict=True):
+                path = stored.path(folder, kind)
+                with told(path, "read"):
+                    if path.stat().st_size != size:
+                        raise damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
+                    if thoroughly is not None:
+                        if _digest(path) != sha256:
+                            raise damaged(path, "its checksum is another")
+                        thoroughly(size)
+
     @classmethod
     def _from(cls, held: dict[str, Any]) -> Manifest:
         own = {field.name: held[field.name] for field in fields(cls)}
@@ -116,20 +129,6 @@ class Manifest:
 
 def damaged(path: Path, reason: str) -> InputError:
     return InputError(f"{path} is damaged ({reason}): delete the folder and build it again with `eyas datastore build`")
-
-
-def check_files(folder: Path, manifest: Manifest, thoroughly: Callable[[int], None] | None = None) -> None:
-    """InputError when a file is missing or of another size; `thoroughly`: or of another checksum, told the bytes of every file read."""
-    for stored in manifest.segments:
-        for kind, size, sha256 in zip(KINDS, stored.bytes, stored.sha256, strict=True):
-            path = stored.path(folder, kind)
-            with told(path, "read"):
-                if path.stat().st_size != size:
-                    raise damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
-                if thoroughly is not None:
-                    if _digest(path) != sha256:
-                        raise damaged(path, "its checksum is another")
-                    thoroughly(size)
 
 
 def mapped(folder: Path, stored: Stored) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eyas.datastore._manifest import DEPTH, Manifest, check_files, mapped
+from eyas.datastore._manifest import DEPTH, Manifest, mapped
 from eyas.datastore._segment import Array, Segment, dtype_for, joined, separator_of
 
 __all__ = ["Datastore", "Found"]
@@ -38,7 +38,7 @@ class Datastore:
     def open(cls, folder: Path) -> Datastore:
         """Map a folder that `build` wrote; InputError when there is none, or files are missing or of another size."""
         manifest = Manifest.read(folder)
-        check_files(folder, manifest)
+        manifest.check(folder)
         return cls([Segment(*mapped(folder, stored)) for stored in manifest.segments], manifest.largest_token + 1)
 
     @classmethod

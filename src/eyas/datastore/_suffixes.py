@@ -23,7 +23,7 @@ def order_of(tokens_T: Array, depth: int) -> Array:
     """
     T = len(tokens_T)
     bits = max(1, int(tokens_T.max()).bit_length())
-    known = 64 // bits  # tokens of the first key
+    known = min(T, 64 // bits)  # tokens of the first key
     key = np.zeros(T, np.uint64)
     for k in range(known):
         key <<= np.uint64(bits)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eyas.checkpoints import Weights
-from eyas.datastore import Datastore
+from eyas.datastore import DEPTH, Datastore
 from eyas.drafters._base import Drafter, DraftSession
 from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
 from eyas.errors import OptionError
@@ -27,7 +27,6 @@ from eyas.target import Target
 
 __all__ = ["Method", "Retrieval", "trie"]
 
-MOST = 60  # a datastore is sorted to 64 tokens: longest + depth may not be more
 RANDOM_TOKENS = 4096
 
 
@@ -46,8 +45,10 @@ class Retrieval:
         check_whole("rest", 1, **values)
         if self.shortest > self.longest:
             raise OptionError(f"rest.shortest is {self.shortest}, more than rest.longest, {self.longest}")
-        if self.longest + self.depth > MOST:
-            raise OptionError(f"rest.longest + rest.depth may be {MOST}, the depth of a datastore; they are {self.longest + self.depth}")
+        if self.longest + self.depth > DEPTH:
+            raise OptionError(
+                f"rest.longest + rest.depth may be {DEPTH}, the depth to which a datastore is sorted; they are {self.longest + self.depth}"
+            )
 
 
 @dataclass(frozen=True)

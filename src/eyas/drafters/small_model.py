@@ -17,7 +17,7 @@ count, R documents, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -185,8 +185,8 @@ class Method(Drafter):
             return grow_dynamic(growth, roots, self.dynamic)
         return grow_static(growth, roots, self.choices)
 
-    def chain(self, depth: int) -> Method:
-        return Method(self.target, Options(depth=depth, confidence=self.options.confidence), self.draft_model)
+    def chain(self, depth: int) -> Self:
+        return type(self)(self.target, replace(self.options, depth=depth, tree=TreeShape()), self.draft_model)
 
     def describe(self) -> dict[str, Any]:
         stop = {"confidence": self.options.confidence} if self.options.confidence else {}

@@ -1,0 +1,260 @@
+"""A model without some of its layers, and the search for those that are missed least.
+
+`without` makes new containers around the same modules and the same weights:
+
+    model ---- base ---- layers [0 1 2 3 4 5]            the user's model, which is not touched
+                            |   |       |
+    view  ---- base ---- layers [0 1     4 5a]           5a: layer 5 with nothing in the place of its attention
+
+so nothing has to be restored, and the view costs no memory. A layer keeps its number, and so its place in a cache.
+
+`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, asks a Bayesian optimiser for the same set): leave out, one by one, the
+part whose absence costs least acceptance on text of the target's own, and stop at the set that makes decoding fastest by the formula of
+Leviathan et al. 2023, theorem 3.8, with the share of weights that are read as the cost of a draft step.
+
+This module knows no drafter. Letters: L layers, R sequences of T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas.errors import ModelError, OptionError
+from eyas.sampling import Noise
+from eyas.target import Target
+from eyas.tree import Tree
+
+__all__ = ["Found", "Part", "format_parts", "own_text", "parse_parts", "search", "without"]
+
+Part = tuple[int, str]  # (layer, ATTENTION or MLP)
+ATTENTION, MLP = "a", "m"
+CLASSES = {ATTENTION: re.compile(r"Attention$"), MLP: re.compile(r"(MLP|Mlp|MoE|Moe|MoeBlock|FeedForward)$")}
+DEPTHS = range(1, 9)  # chain lengths that a search tries
+TRIED = 3  # parts that a round of the search tries: those that were missed least when they alone were left out
+HOPELESS = 0.7  # the search ends when it is that much slower than at its best
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    skip: str  # as in --skip
+    depth: int  # draft tokens of the chain
+    acceptance: float  # of a draft token at temperature 1, on the text that was searched with
+    cost: float  # of a draft step, in steps of the whole model
+    speedup: float  # what these promise
+
+
+def parse_parts(text: str, layers: int) -> frozenset[Part]:
+    """'3,5a,7m' = layer 3, the attention of layer 5, the MLP of layer 7; 'exit:4' = all from layer 4 on. OptionError otherwise."""
+    found = set[Part]()
+    if exit_at := re.fullmatch(r"exit:(\d+)", text):
+        found = {(k, kind) for k in range(int(exit_at[1]), layers) for kind in CLASSES}
+    else:
+        for piece in text.split(","):
+            part = re.fullmatch(r"(\d+)([am]?)", piece.strip())
+            if part is None:
+                raise OptionError(f"skip: {piece.strip()!r} is no layer (3), attention (3a) or MLP (3m); or give exit:N, or auto")
+            found |= {(int(part[1]), kind) for kind in part[2] or CLASSES}
+    if any(k >= layers for k, _ in found):
+        raise OptionError(f"skip: layer {max(found)[0]} does not exist: the target has {layers} layers (0..{layers - 1})")
+    kept = {(k, kind) for k in range(layers) for kind in CLASSES} - found
+    if not found or not kept:
+        raise OptionError(
+            f"skip: {text!r} leaves out {'nothing' if kept else 'everything'}: some of the {layers} layers must go, some stay"
+        )
+    return frozenset(found)
+
+
+def format_parts(parts: Iterable[Part]) -> str:
+    """The text that `parse_parts` reads."""
+    kinds: dict[int, str] = {}
+    for layer, kind in sorted(parts):
+        kinds[layer] = kinds.get(layer, "") + kind
+    return ",".join(f"{layer}{kind if len(kind) == 1 else ''}" for layer, kind in kinds.items())
+
+
+# --- the view --------------------------------------------------------------------------------------------------------------------------
+
+
+def without(target: Target, skipped: frozenset[Part]) -> Target:
+    """The target with parts left out: the same modules in new containers. ModelError where a part cannot be told."""
+    model, layers = target.model, target.family.layers
+    gone = [k for k in range(len(layers)) if all((k, kind) in skipped for kind in CLASSES)]
+    kept = [k for k in range(len(layers)) if k not in gone]
+    replies = _replies(target, [part for part in skipped if part[0] not in gone])
+    path = next(name for name, module in model.named_modules() if module is layers).split(".")
+    configs = _configs(model.config, kept, len(layers))
+    view: Any = _shallow(model, configs)
+    parent = view
+    for name in path[:-1]:
+        parent._modules[name] = _shallow(parent._modules[name], configs)
+        parent = parent._modules[name]
+    parent._modules[path[-1]] = nn.ModuleList([_layer(layers[k], [p for p in replies if p[0] == k], replies) for k in kept])
+    return Target(view, f"{target.name} without {format_parts(skipped)}")
+
+
+def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
+    """A module with the same parameters and children, in dicts of its own that may be changed."""
+    if "forward" in vars(module):
+        raise ModelError("the model's forward was replaced (by accelerate?), so its layers cannot be left out: load it on one device")
+    twin = copy.copy(module)
+    twin.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+    config = twin.__dict__.get("config")
+    if id(config) in configs:
+        twin.__dict__["config"] = configs[id(config)]
+    return twin
+
+
+def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
+    """id of a configuration -> the same with fewer layers, for the model's and, where it is another, the text decoder's."""
+    text = config.get_text_config(decoder=True)
+    fewer = copy.copy(text)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == layers:  # one entry a layer, like layer_types
+            setattr(fewer, name, [value[k] for k in kept])
+    fewer.num_hidden_layers = len(kept)
+    found = {id(text): fewer}
+    if config is not text:
+        whole = copy.copy(config)
+        for name, value in list(vars(config).items()):
+            if value is text:
+                setattr(whole, name, fewer)
+        found[id(config)] = whole
+    return found
+
+
+def _layer(layer: nn.Module, parts: Sequence[Part], replies: dict[Part, int | None]) -> nn.Module:
+    if not parts:
+        return layer
+    twin: Any = _shallow(layer, {})
+    for part in parts:
+        twin._modules[_name_of(layer, part[1])] = _Nothing(replies[part])
+    return twin  # type: ignore[no-any-return]
+
+
+def _name_of(layer: nn.Module, kind: str) -> str:
+    """The name of a layer's attention or MLP."""
+    names = [name for name, child in layer.named_children() if CLASSES[kind].search(type(child).__name__)]
+    if len(names) != 1:
+        what = {ATTENTION: "attention", MLP: "MLP"}[kind]
+        raise ModelError(f"the {what} of a {type(layer).__name__} cannot be told from its names: leave whole layers out, like --skip 3,5")
+    return names[0]
+
+
+def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
+    """How each part answers: None = a tensor; n = a tuple of a tensor and n things more. Seen in one pass over two tokens."""
+    found: dict[Part, int | None] = {}
+
+    def look(part: Part) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found[part] = len(output) - 1 if isinstance(output, tuple) else None
+
+        return hook
+
+    layers = target.family.layers
+    places = {part: layers[part[0]].get_submodule(_name_of(layers[part[0]], part[1])) for part in parts}
+    hooks = [module.register_forward_hook(look(part)) for part, module in places.items()]
+    try:
+        if hooks:
+            with torch.no_grad():
+                target.family.base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class _Nothing(nn.Module):
+    """Adds nothing to what runs past it."""
+
+    def __init__(self, more: int | None) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
+        return zeros if self.more is None else (zeros, *([None] * self.more))
+
+
+# --- the search ------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> Tensor:
+    """int64 [R, T]: what the target itself says at temperature 1, from its first token on."""
+    config = target.model.config.get_text_config(decoder=True)
+    begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int)), 0)
+    session, device = target.open(rows), target.device
+    noise = Noise(torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False)
+    tokens, root = [torch.full((rows, 1), begin, device=device)], Tree.chain(rows, 1, device)
+    for position in range(1, length):
+        seen = session.forward(tokens[-1], root)
+        session.advance(torch.ones(rows, dtype=torch.long, device=device), [position] * rows)
+        gumbel_R1V = noise.gumbel(torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1])
+        tokens.append((seen.logits_BNV.float().log_softmax(-1) + gumbel_R1V).argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+@torch.inference_mode()
+def search(target: Target, tokens_RT: Tensor) -> Found:
+    """The parts to leave out, and how many tokens to draft then.
+
+    Args:
+        tokens_RT: int64; text like that which will be decoded; `own_text` where there is none.
+    """
+    p_MV = _law(target, tokens_RT)
+    sizes = _sizes(target)
+    whole = sum(sizes.values()) + _matrix(target.family.head)
+
+    def acceptance(parts: frozenset[Part]) -> float:
+        return float(torch.minimum(p_MV, _law(without(target, parts), tokens_RT)).sum(-1).mean())
+
+    def promise(alpha: float, parts: frozenset[Part]) -> Found:
+        cost = 1 - sum(sizes[part] for part in parts) / whole
+        best, depth = max((_speedup(alpha, cost, depth), depth) for depth in DEPTHS)
+        return Found(format_parts(parts), depth, round(alpha, 4), round(cost, 4), round(best, 4))
+
+    alone = {part: acceptance(frozenset([part])) for part in sizes}
+    found = [promise(alpha, frozenset([part])) for part, alpha in alone.items()]
+    parts, rest = frozenset[Part](), sorted(sizes, key=lambda part: -alone[part])
+    while len(rest) > 1:
+        tried = {part: acceptance(parts | {part}) if parts else alone[part] for part in rest[:TRIED]}
+        gone = max(tried, key=lambda part: tried[part])
+        parts = parts | {gone}
+        rest.remove(gone)
+        found.append(promise(tried[gone], parts))
+        if found[-1].speedup < HOPELESS * max(one.speedup for one in found):
+            break
+    return max(found, key=lambda one: one.speedup)
+
+
+def _law(target: Target, tokens_RT: Tensor) -> Tensor:
+    """What the target says behind every token, [R * T, V]."""
+    return target.head(target.encode(tokens_RT, (target.num_layers,))).float().softmax(-1).flatten(0, 1)
+
+
+def _matrix(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _sizes(target: Target) -> dict[Part, int]:
+    """How many weights every part has."""
+    layers, found = target.family.layers, dict[Part, int]()
+    for k, layer in enumerate(layers):
+        for kind in CLASSES:
+            found[k, kind] = _matrix(layer.get_submodule(_name_of(layer, kind)))
+    return found
+
+
+def _speedup(alpha: float, cost: float, depth: int) -> float:
+    """Leviathan et al. 2023, theorem 3.8."""
+    tokens = depth + 1.0 if alpha >= 1 else (1 - alpha ** (depth + 1)) / (1 - alpha)
+    return tokens / (depth * cost + 1)

@@ -1,0 +1,99 @@
+"""self_speculative: the target drafts for itself, without some of its layers; no training, no second model.
+
+    Draft & Verify (Zhang et al. 2023, arXiv 2309.08168)     --skip 3,5a,7m    layer 3, the attention of layer 5, the MLP of layer 7
+                                                             --skip auto       found by a search, once for a target
+    LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710)       --skip exit:8     the first eight layers, then the final norm and the head
+
+What drafts is a view of the target with fewer layers (`_skip.py`): the model itself is not touched. The view has a cache of its own for the
+layers that it keeps, and reads the prompt itself. The papers share the target's cache, which saves that and lets the draft see what all
+layers made of the past; here every draft is what the smaller model alone would say. Kangaroo (Liu et al. 2024) exits early too, through
+an adapter that must be trained; there is none here.
+
+This module knows no tree policy and no model family.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from eyas.checkpoints import Weights
+from eyas.drafters import small_model
+from eyas.drafters._base import Drafter
+from eyas.drafters._skip import Found, own_text, parse_parts, search, without
+from eyas.errors import OptionError
+from eyas.target import Target
+
+__all__ = ["Method", "Options", "remembered_search"]
+
+SEARCHED = "greedy 1, own text 4 x 64"  # what a remembered result was found by
+
+
+@dataclass(frozen=True)
+class Options(small_model.DraftOptions):
+    """Flags of self_speculative."""
+
+    skip: str = "auto"  # parts that the draft does without: 3,5a,7m (layers, their attention, their MLP), exit:N (all from N on), auto
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.skip, str) or not self.skip:
+            raise OptionError(f"skip must be auto, exit:N or a list of layers like 3,5a,7m, got {self.skip!r}")
+
+
+class Method(small_model.Method):
+    """The target without some layers drafts for the target."""
+
+    Options: ClassVar[type] = Options
+    summary = "self-speculation: the target without some of its layers drafts; no training, no second model"
+    needs_weights = False
+    reads = ""
+    trainable = False
+
+    def __init__(self, target: Target, options: Any, draft: Target) -> None:
+        super().__init__(target, options, draft)
+        self.net = None  # nothing beside the target's own weights
+
+    @classmethod
+    def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+        if source is not None:
+            raise OptionError("self_speculative drafts with the target itself: leave --draft out")
+        return cls.load(None, target, options)
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """OptionError when the layers to leave out do not exist; ModelError when they cannot be told."""
+        options = options or cls.Options()
+        if options.skip == "auto":
+            found = remembered_search(target)
+            shaped = options.depth is not None or options.tree.choices is not None
+            options = replace(options, skip=found.skip, depth=options.depth if shaped else found.depth)
+        return cls(target, options, without(target, parse_parts(options.skip, target.num_layers)))
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
+        """There are no weights to draw."""
+        return cls.load(None, target, options)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "skip": self.options.skip}
+
+
+def remembered_search(target: Target) -> Found:
+    """What `search` finds on the target's own text; done once for a target and kept in the user's cache folder."""
+    key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eyas" / f"skip-{key}.json"
+    with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
+        return Found(**json.loads(path.read_text(encoding="utf-8")))
+    found = search(target, own_text(target))
+    with suppress(OSError):  # then it is searched again the next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    return found

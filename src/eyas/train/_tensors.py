@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from eyas.errors import InputError
+from eyas.train._whole import write_whole
 
 __all__ = ["digest_of", "digest_of_file", "read_header", "view_of", "write_tensors"]
 
@@ -50,18 +49,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     said += b" " * (-len(said) % 8)
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run
         leftover.unlink(missing_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "wb") as stream:
-            stream.write(len(said).to_bytes(8, "little") + said)
-            for value in tensors.values():
-                stream.write(view_of(value))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+
+    def write(stream: BinaryIO) -> None:
+        stream.write(len(said).to_bytes(8, "little") + said)
+        for value in tensors.values():
+            stream.write(view_of(value))
+
+    write_whole(path, write)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, int]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from eyas.errors import InputError
+from eyas.train._whole import write_whole
 
 __all__ = ["Log", "load_state", "prepare", "save_state", "write_text"]
 
@@ -46,24 +47,10 @@ def _told(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path}: {reason}") from error
 
 
-def _replace(path: Path, write: Any) -> None:
-    """Write beside the place and rename into it, so that whatever happens the file there is whole: the old one or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _told(path):
-        try:
-            with open(beside, "wb") as stream:
-                write(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(beside, path)
-        finally:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-
-
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """InputError when it cannot be written; what was there then stays."""
-    _replace(path, lambda stream: torch.save(dict(state), stream))
+    with _told(path):
+        write_whole(path, lambda stream: torch.save(dict(state), stream))
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -79,7 +66,8 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """A small file, always whole."""
-    _replace(path, lambda stream: stream.write(text.encode()))
+    with _told(path):
+        write_whole(path, lambda stream: stream.write(text.encode()))
 
 
 class Log:

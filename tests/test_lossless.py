@@ -74,6 +74,8 @@ OPTIONS = {
     "lookahead": {"lookahead.width": 4, "lookahead.ngram": 4, "lookahead.guesses": 3},
     "rest": {"rest.nodes": 14, "rest.depth": 4, "rest.shortest": 1},  # two random tokens are seldom found
     "eagle1": {"tree.choices": "reference"},
+    "medusa": {"tree.choices": "dynamic", "tree.nodes": 14},  # its fixed trees: tests/drafters
+    "hydra": {"tree.choices": "dynamic", "tree.nodes": 14, "head.arch": "prefix-mlp"},
     "eagle2": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "small_model": {"depth": 3},

@@ -161,7 +161,7 @@ def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> 
                 title=f"T = {temperature:g}, {rows[0]['prompts']} prompts", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
             )
             for place, head in enumerate(report.HEADS):
-                table.add_column(head, justify="right" if place else "left", no_wrap=True)
+                table.add_column(head, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
             for row in rows:
                 table.add_row(*report.cells(row, intervals=False))
             Console().print(table)

@@ -1,57 +1,29 @@
-"""What the experiments share: the machine in words, a head under other options, intervals, rows that outlive an interruption, figures."""
+"""What the experiments share: a head under other options, intervals, rows that outlive an interruption, figures."""
 
 from __future__ import annotations
 
 import copy
 import gzip
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import torch
-import transformers
+from _command import command as command
+from _command import machine as machine
+from _command import run as run
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap
 
 from eyas.drafters import Drafter, find
 from eyas.drafters._base import options_from
-from eyas.errors import EyasError, InputError
+from eyas.errors import InputError
 
 # Okabe and Ito's, which the colour-blind can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
 MARKERS = "os^Dv<>P"
-
-
-def machine() -> dict[str, object]:
-    """What the numbers were measured on, and how busy it was just now."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
-    return {
-        "cpu": names[0] if names else "unknown",
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def command(script: str) -> str:
-    return " ".join(["python", f"runs/{script}", *sys.argv[1:]])
-
-
-def run(main: Callable[[], None]) -> None:
-    """A user's mistake is one line, and status 2."""
-    try:
-        main()
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def variant(head: Drafter, method: str, options: dict[str, object]) -> Drafter:

@@ -15,7 +15,6 @@ import argparse
 import gzip
 import hashlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -23,10 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-import torch
+from _command import machine
 from rich.progress import track
 from torch import Tensor
 
@@ -49,7 +48,6 @@ from eyas.train.store import MANIFEST, Settings, Store, Stored, identity, plan
 CHAIN = 5  # draft tokens: n-alpha for n = 0..4
 DRAWS = 4000
 DEFAULT_LR = 2e-3
-INTERRUPTED = 130
 Options = dict[str, Any]
 
 
@@ -78,19 +76,6 @@ def parser(about: str, name: str, tokens: int | None, seeds: int) -> argparse.Ar
     made.add_argument("--heldout-tokens", type=int, default=15_000, help="of the held-out loss, about (default: %(default)s)")
     made.add_argument("--evaluations", type=int, default=4, help="of the held-out loss while a head is trained (default: %(default)s)")
     return made
-
-
-def run(main: Callable[[], None]) -> NoReturn:
-    """Status 2 and one line for a user's mistake; 130 when interrupted."""
-    try:
-        main()
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    sys.exit(0)
 
 
 def open_target(args: argparse.Namespace) -> LLM:
@@ -507,13 +492,6 @@ class Results:
                 lines.append(f"  {json.dumps(head['name'] + ' ' + shape)}: {json.dumps(table, separators=(',', ':'))}")
         said = [*columns, "in a chain, for each depth: reached, accepted"]
         return "{\n" + ",\n".join([f'  "columns": {json.dumps(said)}', *lines]) + "\n }"
-
-
-def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    names = [text.split(":", 1)[1].strip() for text in info.read_text().splitlines() if "model name" in text] if info.exists() else []
-    cores = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"cpu": names[0] if names else "unknown", **cores, "load_at_the_end": round(os.getloadavg()[0], 2)}
 
 
 def plot(path: Path, result: dict[str, Any], draw_plot: Callable[[Any, dict[str, Any]], None]) -> None:

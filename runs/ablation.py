@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import _heads
+from _command import run
 from _heads import Exam, Head, Options, Results, eagle3_options, slug, tree_options
 from torch import Tensor
 
@@ -122,4 +123,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    _heads.run(main)
+    run(main)

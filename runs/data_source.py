@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import _heads
+from _command import run
 from _heads import Exam, Head, Results, eagle3_options, tree_options
 
 from eyas.errors import EyasError, InputError
@@ -159,4 +160,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    _heads.run(main)
+    run(main)

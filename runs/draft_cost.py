@@ -26,7 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _common import Rows, command, draw, interval, legend, line, machine, over_over, quartiles, read_book, run, variant
+from _command import command, machine, run
+from _common import Rows, draw, interval, legend, line, over_over, quartiles, read_book, variant
 from long_context import Prompts, points
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

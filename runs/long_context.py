@@ -32,7 +32,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _common import Rows, command, draw, interval, legend, line, machine, over, over_over, read_book, run, variant
+from _command import command, machine, run
+from _common import Rows, draw, interval, legend, line, over, over_over, read_book, variant
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import track

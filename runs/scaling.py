@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _heads
+from _command import run
 from _heads import Exam, Head, Results, eagle3_options, tree_options
 
 from eyas.errors import EyasError
@@ -93,4 +94,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    _heads.run(main)
+    run(main)

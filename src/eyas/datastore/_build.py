@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from eyas.datastore._manifest import DEPTH, MANIFEST, Manifest, Read, Stored, mapped, replaced, told, write_array
-from eyas.datastore._segment import Array, dtype_for, joined, separator_of
+from eyas.datastore._segment import Array, dtype_for, joined, separator_of, together
 from eyas.datastore._suffixes import order_of
 from eyas.errors import InputError, OptionError
 
@@ -157,12 +157,12 @@ def _groups(arrays: Sequence[Array], settings: Settings) -> Iterator[Array]:
     for array in arrays:
         for piece in _pieces(array, most):
             if group and size + len(piece) > most:
-                yield np.concatenate(group)
+                yield together(group, piece.dtype)
                 group, size = [], 0
             group.append(piece)
             size += len(piece)
     if group:
-        yield np.concatenate(group)
+        yield together(group, group[0].dtype)
 
 
 def _pieces(tokens_T: Array, most: int) -> Iterator[Array]:
@@ -171,7 +171,7 @@ def _pieces(tokens_T: Array, most: int) -> Iterator[Array]:
     while len(tokens_T) > most:
         ends = np.flatnonzero(tokens_T[:most] == end)
         size = int(ends[-1]) + 1 if len(ends) else most - 1
-        yield tokens_T[:size] if len(ends) else np.concatenate([tokens_T[:size], end])
+        yield tokens_T[:size] if len(ends) else together([tokens_T[:size], end], end.dtype)
         tokens_T = tokens_T[size:]
     yield tokens_T
 

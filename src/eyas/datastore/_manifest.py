@@ -141,8 +141,9 @@ def mapped(folder: Path, stored: Stored) -> tuple[Array, Array]:
                 arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
             except ValueError as error:
                 raise damaged(path, "no array") from error
-    if arrays[0].shape != (stored.tokens,) or arrays[1].shape != (stored.tokens,) or arrays[1].dtype != np.uint32:
-        raise damaged(stored.path(folder, "tokens"), "its array is of another shape")
+    shapes, kinds = {array.shape for array in arrays}, (arrays[0].dtype.str, arrays[1].dtype.str)
+    if shapes != {(stored.tokens,)} or kinds not in ((">u2", "<u4"), (">u4", "<u4")):
+        raise damaged(stored.path(folder, "tokens"), "it holds something else")
     return arrays[0], arrays[1]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from eyas.datastore._suffixes import order_of
 
-__all__ = ["Array", "Segment", "Span", "dtype_for", "joined", "separator_of"]
+__all__ = ["Array", "Segment", "Span", "dtype_for", "joined", "separator_of", "together"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,8 +37,12 @@ def separator_of(dtype: np.dtype[Any]) -> int:
 def joined(documents: Iterable[Sequence[int]], dtype: np.dtype[Any]) -> Array:
     """[T]: documents end to end, each with its separator."""
     end = np.array([separator_of(dtype)], dtype)
-    parts = [part for document in documents for part in (np.asarray(document, dtype), end)]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return together([part for document in documents for part in (np.asarray(document, dtype), end)], dtype)
+
+
+def together(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Arrays end to end. (np.concatenate alone would give the machine's own order of bytes.)"""
+    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
 
 class Span(NamedTuple):
@@ -53,6 +57,7 @@ class Segment:
     """Tokens and suffixes, in memory or mapped from files."""
 
     def __init__(self, tokens_T: Array, suffixes_T: Array) -> None:
+        assert tokens_T.dtype in (np.dtype(">u2"), np.dtype(">u4")), "the high byte first"
         # plain arrays over the same memory: np.memmap's own indexing is slow
         self.tokens_T, self.suffixes_T = tokens_T.view(np.ndarray), suffixes_T.view(np.ndarray)
         self.width = self.tokens_T.dtype.itemsize

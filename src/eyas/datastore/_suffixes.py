@@ -36,7 +36,7 @@ def order_of(tokens_T: Array, depth: int) -> Array:
         rank[order[slot]] = np.maximum.accumulate(np.where(first, slot, 0)) + 1
         slot = slot[~(first & np.append(first[1:], True))]
         if not len(slot) or known >= depth:
-            return order
+            return order.astype("<u4", copy=False)
         place = order[slot]
         key = rank[place].astype(np.uint64) << np.uint64(32)
         key |= rank[np.minimum(place.astype(np.int64) + known, T)]

@@ -165,3 +165,29 @@ def test_commit_leaves_inactive_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     session.forward(torch.tensor([[1], [1]]), Tree.chain(2, 1))
     session.commit(verdict, torch.tensor([True, False]))
     assert session.length_B.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_level_by_level_equals_one_pass(family: str) -> None:
+    """Guards `extend`: a tree whose levels come one after another, uncommitted, has the logits of a whole one, windows included; and what
+    `advance` keeps is read like a prompt."""
+    target = Target(zoo.FAMILIES[family]())
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 5]]).expand(2, -1)
+    tree, tokens = Tree.build(parents, 3), torch.tensor([ids(8, 2), ids(8, 3)])
+    whole, parts = target.open(2), target.open(2)
+    for session in (whole, parts):
+        for row, length in enumerate((9, 30)):
+            session.prefill(row, ids(length, row))
+    expected = whole.forward(tokens, tree).logits_BNV
+    found = []
+    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 8)):
+        visible = tree.mask_BNN[:, begin:end, :end]
+        found.append(parts.extend(tokens[:, begin:end], tree.depth_BN[:, :end], visible).logits_BNV)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
+    chain = Tree.chain(2, 3)
+    parts.forward(tokens[:, :3], chain)
+    parts.advance(torch.tensor([2, 3]), [12, 33])
+    other = target.open(2)
+    for row, length in enumerate((9, 30)):
+        other.prefill(row, [*ids(length, row), *tokens[row, : 2 + row].tolist()])
+    torch.testing.assert_close(parts.forward(tokens, tree).logits_BNV, other.forward(tokens, tree).logits_BNV, atol=1e-4, rtol=1e-4)

@@ -21,6 +21,7 @@ from eyas import checkpoints, drafters, tiny
 from eyas.decode import Decoder, Processor, Request, Step
 from eyas.drafters import Drafter
 from eyas.drafters._base import options_from
+from eyas.drafters._merge import Merged, name_of
 from eyas.errors import InputError, ModelError, OptionError, near
 from eyas.sampling import Sampling
 from eyas.target import Target, pick_device, pick_dtype
@@ -92,6 +93,7 @@ def load(
     draft: str | Path | Drafter | None = None,
     method: str | None = None,
     *,
+    draft_with: str | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -102,11 +104,12 @@ def load(
 
     Args:
         target: local folder, hub id or a model that is already loaded (used as it is); None = the embedded model with its own head.
-        draft: the head's local folder or hub id, or a Drafter; without one (and without a method that needs none) decoding is vanilla.
-        method: a name of `eyas methods` or a dotted path; default: what the head was made for.
+        draft: the head's local folder or hub id, or a Drafter.
+        method: a name of `eyas methods` or a dotted path; default: what the head was made for; without a head `suffix`.
+        draft_with: a second method, one that needs no head, whose tree is merged with the first one's in every cycle.
         tokenizer: where it is not the target's own.
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
-        options: the method's own, e.g. tree={"nodes": 32, "depth": 5}.
+        options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
 
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
@@ -129,7 +132,7 @@ def load(
         _check_folder(target)
         words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
         model = Target.load(target, dtype, device, trust_remote_code)
-    return LLM(model, _drafter(model, draft, method, options), words, str(draft) if isinstance(draft, str | Path) else None)
+    return LLM(model, _drafter(model, draft, method, options, draft_with), words, str(draft) if isinstance(draft, str | Path) else None)
 
 
 def _check_folder(target: str | Path) -> None:
@@ -158,21 +161,34 @@ def _tokenizer(
 
 
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this form
+WITHOUT_HEAD = "suffix"
 
 
-def _drafter(target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any]) -> Drafter:
+def _drafter(
+    target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any], draft_with: str | None
+) -> Drafter:  # fmt: skip
+    beside = None if draft_with is None else drafters.find(draft_with)
+    if beside is not None and beside.needs_weights:
+        raise OptionError(f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the first method")
     if isinstance(draft, Drafter):
-        if method is not None or options or draft.target.model is not target.model:
+        if method is not None or (options and not beside) or draft.target.model is not target.model:
             raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
-        return draft
-    held = checkpoints.load(draft).method if draft is not None and method is None else "vanilla"
+        return draft if beside is None else Merged(draft, beside.from_source(None, target, options_from(beside.Options, options)))
+    held = checkpoints.load(draft).method if draft is not None and method is None else WITHOUT_HEAD
     kind = drafters.find(method or DEFAULT_METHODS.get(held, held))
-    drafter = kind.from_source(draft, target, options_from(kind.Options, options))
+    theirs = {} if beside is None else {name: options[name] for name in options if _knows(beside, name) and not _knows(kind, name)}
+    mine = {name: options[name] for name in options if name not in theirs}
+    drafter = kind.from_source(draft, target, options_from(kind.Options, mine))
     if kind.needs_weights and not target.head_is_exact:
         warnings.warn(f"the head of {target.name} does something that eyas does not know: drafts may be accepted less", stacklevel=3)
     if drafter.made_for and not target.is_named(drafter.made_for):
         warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
-    return drafter
+    return drafter if beside is None else Merged(drafter, beside.from_source(None, target, options_from(beside.Options, theirs)))
+
+
+def _knows(kind: type[Drafter], option: str) -> bool:
+    """Whether a method has that option, or its group."""
+    return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
 class LLM:
@@ -184,7 +200,7 @@ class LLM:
 
     @property
     def method(self) -> str:
-        return type(self.drafter).__module__.removeprefix("eyas.drafters.")
+        return name_of(self.drafter)
 
     def ids(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt: a string (a user's message where the tokenizer has a chat template, unless `raw`), messages, or ids."""

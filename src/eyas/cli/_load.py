@@ -20,7 +20,7 @@ from eyas.cli._errors import note
 if TYPE_CHECKING:
     from eyas.llm import LLM, Result
 
-__all__ = ["check_sampling", "load", "note_plain", "quiet", "record", "sampling_of", "versions"]
+__all__ = ["check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
@@ -56,13 +56,13 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
         from eyas.llm import load as load_llm
 
         names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code")
-        return load_llm(**{name: given[name] for name in names}, **options)
+        return load_llm(**{name: given[name] for name in names}, draft_with=given.get("draft_with"), **options)
 
 
-def note_plain(llm: LLM, given: Mapping[str, Any]) -> None:
-    """Say when nothing will be drafted because nothing was named that could draft. Said once a request was found good."""
+def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:
+    """Say what drafts when nothing was named that could. Said once a request was found good."""
     if given["target"] and not given["draft"] and not given["method"]:
-        note(f"no --draft: decoding is plain ({llm.method}); a draft head for this target would make it faster")
+        note(f"no --draft: the text itself drafts ({llm.method}); a draft head for this target would make it faster")
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:

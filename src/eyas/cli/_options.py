@@ -84,7 +84,9 @@ MODEL_BASE = stack(
 MODEL = stack(
     MODEL_BASE,
     option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
-    option("Model", "--method", metavar="NAME", help="How to draft: see `eyas methods`. Default: the best for this head; without one, suffix."),
+    option(
+        "Model", "--method", metavar="NAME", help="How to draft: `eyas methods`. Default: the best for this head; without a head suffix."
+    ),
     option("Model", "--draft-with", metavar="NAME", help="A second method, without a head; both draft in every cycle: suffix, ..."),
 )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import rich_click as click
 
 from eyas.cli._errors import note, problem
-from eyas.cli._load import check_sampling, load, note_plain, sampling_of
+from eyas.cli._load import check_sampling, load, note_no_head, sampling_of
 from eyas.cli._options import MODEL, SAMPLING, MethodCommand, examples, method_options, option, stack
 from eyas.cli._show import Painter, Tally, summary
 from eyas.errors import EyasError, InputError, near
@@ -46,7 +46,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
     llm = load(given, method_options(ctx))
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
         raise InputError("this target has no chat template: use eyas generate")
-    note_plain(llm, given)
+    note_no_head(llm, given)
     return _Talk(llm, given).run()
 
 

@@ -12,7 +12,7 @@ import rich_click as click
 
 from eyas.cli._errors import Interrupted, note, problem
 from eyas.cli._files import Bad, Results, Task, read_tasks
-from eyas.cli._load import check_sampling, load, note_plain, record, sampling_of
+from eyas.cli._load import check_sampling, load, note_no_head, record, sampling_of
 from eyas.cli._options import MODEL, SAMPLING, MethodCommand, examples, method_options, option, stack
 from eyas.cli._show import Tally, summary
 from eyas.errors import EyasError, InputError
@@ -100,7 +100,7 @@ def _one(llm: LLM, prompt: str | Sequence[int], given: dict[str, Any]) -> None:
     try:
         for number, piece in enumerate(tally):
             if number == 0:  # the request was good
-                note_plain(llm, given)
+                note_no_head(llm, given)
             if not silent:
                 ids = "" if llm.tokenizer else f"{','.join(map(str, piece.token_ids))}{'' if piece.finish_reason else ','}"
                 click.echo(piece.text or ids, nl=False)
@@ -161,7 +161,7 @@ class _Many:
         console = Console(stderr=True)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         ready = self._requests(tasks)
-        note_plain(self.llm, self.given)
+        note_no_head(self.llm, self.given)
         sampling = {**sampling_of(self.given), "ignore_eos": self.given["ignore_eos"], "batch_size": self.given["batch_size"]}
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(ready))

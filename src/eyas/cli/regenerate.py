@@ -14,7 +14,7 @@ import rich_click as click
 
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._files import Results
-from eyas.cli._load import check_sampling, load, note_plain
+from eyas.cli._load import check_sampling, load, note_no_head
 from eyas.cli._options import LAW, MODEL, SAMPLING_LAW, MethodCommand, examples, method_options, option, stack
 from eyas.errors import InputError, OptionError
 
@@ -72,7 +72,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> None:
         manner = Manner(Sampling(**law), given["max_new_tokens"], given["last_only"], given["drop_cut"])
         run = _Run(llm, manner, results, dropped, given)
         run.check_same()
-        note_plain(llm, given)
+        note_no_head(llm, given)
         run.go()
 
 

@@ -1,0 +1,188 @@
+"""Trees as they are grown: shared noise, and the ways to expand and keep nodes, against a slow grower and a draft that knows the law."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.drafters._base import options_from
+from eyas.drafters._grow import SHARPNESS, DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters.eagle1 import Method, Options, StaticTree
+from eyas.errors import OptionError
+from eyas.sampling import Noise, Sampling, process
+from eyas.tree import Draft
+from eyas.verify import verify
+from test_verify import World, net_of, roots_of
+
+KINDS = (
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.6, top_k=3, seed=2),
+    Sampling(),
+    Sampling(temperature=1.4, min_p=0.05, repetition_penalty=1.5, seed=3),
+    Sampling(temperature=0.9, top_p=0.9, seed=4),
+    Sampling(temperature=0.0, repetition_penalty=1.5),
+)
+
+
+def seeds_of(sampling: Sampling, count: int) -> list[Sampling]:
+    return [replace(sampling, seed=s) for s in range(count)]
+
+
+def prefixes(world: World, start_B: Tensor, draft: Draft) -> Tensor:
+    """The prefix of each node; 0 where it would be longer than the world."""
+    prefix_BN = start_B[:, None].repeat(1, draft.tree.nodes)
+    for n in range(1, draft.tree.nodes):
+        parent_B = prefix_BN.gather(1, draft.tree.parents_BN[:, n, None])[:, 0]
+        prefix_BN[:, n] = world.child(parent_B, draft.tokens_BN[:, n])
+    return torch.where(prefix_BN < len(world.p_IV), prefix_BN, 0)
+
+
+def in_other_words(growth: Growth, ids_v: Tensor) -> Growth:
+    """The same draft with a vocabulary of its own: the tokens `ids_v`, in that order."""
+    return replace(growth, head=lambda hidden: growth.head(hidden)[..., ids_v], draft_ids_v=ids_v)
+
+
+@pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
+def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
+    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will be drawn, to its end.
+    32 seeds at different positions; near-ties within float32: odds 1e-5."""
+    world, start_B, root_B = World(6, 6, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
+    kinds = seeds_of(kind, 32)
+    noise = Noise.of(kinds)
+    roots, growth = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
+    if grown == "static":
+        draft = grow_static(growth, roots, ((0,), (0, 0), (0, 0, 0)), "shared")
+        assert draft.q_BNV is None
+    else:
+        growth = in_other_words(growth, torch.tensor([4, 0, 5, 2, 1, 3])) if grown == "other words" else growth
+        draft = grow_dynamic(growth, roots, DynamicTree(nodes=4, depth=3, branch=1))
+    verdict = verify(draft, world.scores_IV[prefixes(world, start_B, draft)], root_B, noise)
+    assert verdict.length_B.tolist() == [4] * 32
+    unaware = grow_dynamic(net_of(world, start_B), roots, DynamicTree(nodes=4, depth=3, branch=1, noise="none"))
+    verdict = verify(unaware, world.scores_IV[prefixes(world, start_B, unaware)], root_B, noise)
+    assert verdict.length_B.float().mean() < 3.5, "a draft that does not look at the noise must miss, or this test proves little"
+
+
+def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: DynamicTree) -> tuple[list[int], list[int], list[bool]]:
+    """Parents, tokens and candidates of one row's tree, node by node."""
+    noise, shared = Noise.of([kind]), shape.noise == "shared"
+
+    def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
+        logits_V = world.q_logits_IV[prefix]
+        if shared:
+            seen_1V = world.seen_IV[start][None].clone()
+            at = prefix
+            while at != start:
+                seen_1V[0, (at - 1) % world.vocab] = True
+                at = (at - 1) // world.vocab
+            logits_V = process(logits_V[None], kind, seen_1V)[0]
+        own_V = logits_V.log_softmax(-1).clamp(max=0)
+        key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
+        chance_V = (SHARPNESS * key_V).log_softmax(-1).clamp(max=0) if shared and not kind.greedy else own_V
+        best = key_V.topk(min(shape.branch, world.vocab)).indices.tolist()
+        return [(float(chance_V[t]), float(own_V[t]), t) for t in best]
+
+    drafted: list[tuple[float, int, int]] = []  # value, token, parent
+    beams: list[int] = []
+    level, threshold = [(-1, start, 0.0)], math.log(shape.stop) if shape.stop else -math.inf
+    for depth in range(shape.depth):
+        found = []
+        for parent, prefix, value in level:
+            for chance, _, token in children(prefix, depth):
+                chance = -math.inf if depth and value <= threshold else chance
+                drafted.append((value + chance, token, parent))
+                found.append((value + chance if shape.expand == "value" else chance, len(drafted) - 1, prefix * world.vocab + token + 1))
+        found.sort(key=lambda x: (-x[0], x[1]))
+        level = [(place, prefix, drafted[place][0]) for _, place, prefix in found[: min(shape.branch, world.vocab)]]
+        beams += [place for place, _, _ in level]
+    ranked = sorted(range(len(drafted)), key=lambda i: (-drafted[i][0], i)) if shape.rerank else beams
+    kept = sorted(ranked[: shape.nodes - 1])
+    parents = [-1, *(0 if drafted[i][2] < 0 else kept.index(drafted[i][2]) + 1 for i in kept)]
+    return parents, [drafted[i][1] for i in kept], [drafted[i][0] > -math.inf for i in kept]
+
+
+@pytest.mark.parametrize(("expand", "rerank", "stop", "noise"), list(itertools.product(
+    ("value", "confidence"), (True, False), (0.0, 0.15), ("shared", "none"),
+)))  # fmt: skip
+def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str) -> None:
+    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
+    that float32 sums in another order: 1e-4, seeded."""
+    world, shape = World(5, 6, seed=7), DynamicTree(11, 4, 3, noise, expand, rerank, stop)
+    start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
+    kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
+    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), shape)
+    padded = 0
+    for b, kind in enumerate(kinds):
+        parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
+        assert draft.tree.candidate_BN[b, 1:].tolist() == candidates
+        for n in [n for n, candidate in enumerate(candidates, start=1) if candidate]:  # what padding stands for is nobody's matter
+            assert int(draft.tree.parents_BN[b, n]) == parents[n]
+            assert int(draft.tokens_BN[b, n]) == tokens[n - 1]
+        padded += candidates.count(False)
+    assert padded or not stop, "the early stop must stop something, or this test proves little"
+
+
+def test_greedy_rows_do_not_see_the_noise() -> None:
+    """Guards the paper's trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and alone, with noise and without."""
+    world, start_B, root_B = World(5, 6, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
+    kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
+    found = [
+        grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(k), k), DynamicTree(12, 4, 3, noise))
+        for k, noise in ((kinds, "shared"), ([Sampling()] * 4, "shared"), ([Sampling()] * 4, "none"))
+    ]
+    for other in found[1:]:
+        for b in (0, 2):
+            assert torch.equal(found[0].tree.parents_BN[b], other.tree.parents_BN[b])
+            assert torch.equal(found[0].tokens_BN[b], other.tokens_BN[b])
+            assert torch.equal(found[0].score_BN[b], other.score_BN[b])
+    assert not torch.equal(found[0].tokens_BN[1], found[1].tokens_BN[1])
+
+
+def test_scores_are_the_processed_law() -> None:
+    """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
+    kind = Sampling(temperature=0.7, top_k=4)
+    world, start_B, root_B = World(6, 6, sampling=kind), torch.arange(1, 7), torch.arange(6)
+    kinds = seeds_of(kind, 6)
+    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), DynamicTree(15, 3, 3))
+    prefix_BN = prefixes(world, start_B, draft)
+    q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()
+    expected_BN = q_BV.gather(2, draft.tokens_BN[..., None])[..., 0].float()
+    expected_BN[:, 0] = 0
+    torch.testing.assert_close(draft.score_BN, expected_BN, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"tree.noise": "sharde"}, "shared"), ({"tree.expand": "values"}, "value"), ({"tree.stop": 1.0}, "below 1"),
+    ({"tree.stop": -0.1}, "0 or more"), ({"tree.rerank": 1}, "true or false"),
+])  # fmt: skip
+def test_bad_options(options: dict[str, object], words: str) -> None:
+    """Guards the one clear line."""
+    with pytest.raises(OptionError, match=words):
+        options_from(DynamicTree, {name.removeprefix("tree."): value for name, value in options.items()})
+
+
+def test_bad_options_of_static_trees() -> None:
+    """Guards eagle1's own: names, and blocks of what is no drawn chain."""
+    with pytest.raises(OptionError, match="drawn"):
+        StaticTree(noise="drwan")
+    with pytest.raises(OptionError, match="block"):
+        Options(verify="blok")
+    method = Method.__new__(Method)
+    method.options = Options(tree=StaticTree("reference"), verify="block")
+    with pytest.raises(OptionError, match="chain"):
+        method.plan()
+    method.options = Options(tree=StaticTree("chain", "shared"), verify="block")
+    with pytest.raises(OptionError, match="drawn"):
+        method.plan()
+
+
+def test_descriptions() -> None:
+    """Guards that ablations are seen in results. Deterministic."""
+    assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "shared"}
+    assert DynamicTree(rerank=False, stop=0.1).describe().items() >= {"rerank": False, "stop": 0.1}.items()

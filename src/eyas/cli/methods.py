@@ -21,9 +21,17 @@ def command(as_json: bool) -> None:
         click.echo(json.dumps({"methods": found}))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("method", "what it does", "options (defaults)", "draft head", "trainable", title="Methods", title_justify="left")
+    table = Table(
+        Column("method", no_wrap=True),
+        "what it does",
+        "options (defaults)",
+        "draft head",
+        "trainable",
+        title="Methods",
+        title_justify="left",
+    )
     for method in found:
         options = "\n".join(f"--{name} {'' if value is None else value}" for name, value in method["options"].items())
         table.add_row(method["name"], method["summary"], options, *("yes" if method[key] else "no" for key in ("needs_head", "trainable")))

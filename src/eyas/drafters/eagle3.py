@@ -16,22 +16,21 @@ draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Loss, Roots
 from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
+from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import Guesses, draft_cross_entropy, weighted_smooth_l1
-from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm
+from eyas.nn import LayerShape
 from eyas.target import Target
 from eyas.tree import Draft
 
@@ -79,102 +78,6 @@ class Options:
     window: Window = field(default_factory=Window)
     ttt: TrainingTimeTest = field(default_factory=TrainingTimeTest)
     head: NewHead = field(default_factory=NewHead)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What distinguishes published EAGLE-3 heads of one shape."""
-
-    feature_size: int  # of one target layer
-    num_features: int = 3
-    draft_vocab_size: int = 0  # 0: it has no head of its own and speaks through the target's
-    fc_bias: bool = False
-    fc_norm: bool = False  # new heads only: norm each layer's features
-    norm_before_fc: bool = False  # norm all of them together
-    norm_before_residual: bool = False  # the residual starts from the normed hidden
-    carries_normed: bool = False  # the normed hidden is handed on
-
-
-class Layer(DecoderLayer):
-    """A decoder layer that reads the normed embedding beside the normed hidden."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__(shape, 2 * shape.hidden_size)
-        self.embed_norm, self.hidden_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
-
-
-class Net(nn.Module):
-    """fc over the fused features, a layer over [embedding, hidden], norm and head (EAGLE-3, figure 5)."""
-
-    def __init__(self, shape: LayerShape, plan: Architecture) -> None:
-        super().__init__()
-        D, F = shape.hidden_size, plan.feature_size * plan.num_features
-        self.plan = plan
-        self.fc = nn.Linear(F, D, bias=plan.fc_bias)
-        self.fc_norm = nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features)) if plan.fc_norm else None
-        self.input_norm = RMSNorm(F, shape.rms_eps) if plan.norm_before_fc else None
-        self.layer = Layer(shape)
-        self.norm = RMSNorm(D, shape.rms_eps)
-        self.head = nn.Linear(D, plan.draft_vocab_size, bias=False) if plan.draft_vocab_size else None
-
-    def fuse(self, features: Tensor) -> Tensor:
-        if self.fc_norm is not None:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        fused: Tensor = self.fc(features)
-        return fused
-
-    def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [..., 2D], and what its result is added to [..., D]."""
-        normed: Tensor = self.layer.hidden_norm(hidden)
-        return torch.cat([self.layer.embed_norm(embeddings), normed], dim=-1), normed if self.plan.norm_before_residual else hidden
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = self.layer.finish(residual, attended)
-        return self.norm(hidden) if self.plan.carries_normed else hidden
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """What the head reads."""
-        normed: Tensor = hidden if self.plan.carries_normed else self.norm(hidden)
-        return normed
-
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
-        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
-
-    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache) -> Tensor:
-        """The next hidden [R, N, D]."""
-        x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
-        return self.finish(residual_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
-
-    def rehearse(
-        self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
-        recompute: bool = False,
-    ) -> list[Tensor]:  # fmt: skip
-        """While training: the hidden [M, D] of some rows after each step of the training-time test.
-
-        Args:
-            embed: index of a packed token [M] -> its embedding [M, D].
-            rows_M: ascending; the others lend keys and values only.
-            recompute: keep of a step its inputs, keys and values only, and work the rest out again in the backward.
-        """
-        N, attention = len(features_NF), self.layer.attention
-        position_N, asking = documents.position_N(features_NF.device), documents.asking(rows_M)
-        fused_ND = self.fuse(features_NF)
-        x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
-        first: Keys = attention.keys(x_ND, position_N)
-        x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
-
-        def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
-            return self.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, asking, first, later[:i]))
-
-        for i in range(steps):
-            if i:
-                x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
-                later.append(attention.keys(x_MD, position_N[rows_M] + i))
-            hidden.append(checkpoint(attend, x_MD, residual_MD, i, use_reentrant=False) if recompute else attend(x_MD, residual_MD, i))
-        return hidden
 
 
 class Method(EagleMethod):

@@ -83,7 +83,7 @@ OPTIONS = {
 }
 
 
-DRAWN = {"eagle1", "small_model"}  # as configured here: sampled rows draw their children
+DRAWN = {"eagle1", "small_model", "self_speculative"}  # as configured here: sampled rows draw their children
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:

@@ -85,8 +85,8 @@ def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], ta
 
 
 def test_a_drawn_chain_keeps_the_law() -> None:
-    """Guards the law of sampled text: of the second and third tokens of 1,500 seeds, against the exact law of a model of 9 tokens. Pearson's
-    statistic has 8 degrees of freedom; a false alarm has odds of 1e-5, and none with these seeds."""
+    """Guards the law of sampled text: of the second and third tokens of 1,500 seeds, against the exact law of a model of 9 tokens.
+    Pearson's statistic has 8 degrees of freedom; a false alarm has odds of 1e-5, and none with these seeds."""
     target = Target(zoo.tiny("llama", vocab_size=9))
     drafter = make(target, Target(zoo.tiny("llama", vocab_size=9, seed=5)), depth=2)
     requests = [Request((1, 4, 2), 3, Sampling(1.0, seed=seed)) for seed in range(1500)]
@@ -266,7 +266,7 @@ def test_the_loss_is_the_plain_formula(target: Target) -> None:
     drafter, given = make(target), batch(target)
     expected, count = 0.0, 0
     for ids, counted in zip(given.tokens_N.split([9, 4, 6]), given.counted_N.split([9, 4, 6]), strict=True):
-        p_TV, q_TV = (model(ids[None]).logits[0, :-1] for model in (target.model, drafter.draft_model.model))
+        p_TV, q_TV = (model(ids[None]).logits[0, :-1].detach() for model in (target.model, drafter.draft_model.model))
         expected -= float(((p_TV.softmax(-1) * q_TV.log_softmax(-1)).sum(-1) * counted[1:]).sum())
         count += int(counted[1:].sum())
     found = drafter.loss(given)

@@ -43,8 +43,9 @@ class Merged(Drafter):
 
 def name_of(drafter: Drafter) -> str:
     """What `--method` calls it; `eagle2+suffix` for two."""
-    parts = drafter.parts if isinstance(drafter, Merged) else (drafter,)
-    return "+".join(type(part).__module__.removeprefix("eyas.drafters.") for part in parts)
+    if isinstance(drafter, Merged):
+        return "+".join(name_of(part) for part in drafter.parts)
+    return type(drafter).__module__.removeprefix("eyas.drafters.")
 
 
 class Session(DraftSession):

@@ -75,7 +75,8 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[
     depth_M, row_M = np.divmod(start_M, S)
     ended_SD = np.logical_or.accumulate(following_SD == separator, axis=1)
     weight_M = np.where(ended_SD[row_M, depth_M], 0, weight_M)
-    kept = np.sort(np.argsort(-weight_M, kind="stable")[:most])
+    lightness_M = (S - weight_M).astype(np.min_scalar_type(S))  # of few bits: numpy sorts those by radix
+    kept = np.sort(np.argsort(lightness_M, kind="stable")[:most])
     kept = kept[weight_M[kept] > 0]
     parent = np.where(depth_M[kept] > 0, number_DS[depth_M[kept] - 1, row_M[kept]], -1)
     place = np.where(parent < 0, 0, np.searchsorted(kept, parent) + 1)

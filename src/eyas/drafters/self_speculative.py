@@ -71,7 +71,7 @@ class Method(small_model.Method):
         options = options or cls.Options()
         if options.skip == "auto":
             found = remembered_search(target)
-            shaped = options.depth is not None or options.tree.choices is not None
+            shaped = options.depth is not None or options.tree.choices != "chain"
             options = replace(options, skip=found.skip, depth=options.depth if shaped else found.depth)
         return cls(target, options, without(target, parse_parts(options.skip, target.num_layers)))
 

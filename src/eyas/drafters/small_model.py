@@ -18,6 +18,7 @@ count, R documents, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,32 +32,38 @@ from eyas import checkpoints, families, tiny
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
-from eyas.drafters.eagle1 import StaticTree
-from eyas.errors import CheckpointError, OptionError
+from eyas.drafters._merge import Merged
+from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
+from eyas.errors import CheckpointError, OptionError, near
 from eyas.losses import soft_cross_entropy
 from eyas.target import Target
 from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices
 
-__all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "TreeShape", "check_vocabulary"]
+__all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "check_vocabulary"]
 
-DEPTH, BRANCH = 5, 4  # where none are given
+DEPTH = 5  # where none is given
 
 
 @dataclass(frozen=True)
-class TreeShape:
-    """A tree instead of a chain: static with `choices`, dynamic with `nodes`."""
+class Chain(StaticTree):
+    """A static tree, which is a chain unless given otherwise."""
 
-    choices: str | Choices | None = None  # a static tree: "reference" (25 nodes), "chain-N", or a JSON file: a list of lists of ranks
-    nodes: int | None = None  # a dynamic tree with so many nodes verified per cycle, the root included
-    branch: int | None = None  # of the dynamic tree: nodes expanded per level, and children of each; none: 4
-    noise: str | None = None  # of the dynamic tree, sampling: rank children by the target's own noise too (shared), or not (none)
+    choices: str | Choices = (
+        "chain"  # "chain" (of --depth tokens), "reference" (25 nodes), "chain-N", or a JSON file: a list of lists of ranks
+    )
 
-    def __post_init__(self) -> None:
-        if self.choices is not None and self.nodes is not None:
-            raise OptionError("tree.choices is a static tree, tree.nodes a dynamic one: give one of them")
-        for name in ("branch", "noise"):
-            if getattr(self, name) is not None and self.nodes is None:
-                raise OptionError(f"tree.{name} is for the dynamic tree: give tree.nodes too")
+
+@dataclass(frozen=True)
+class Dynamic:
+    """EAGLE-2's tree, where nodes are given."""
+
+    nodes: int | None = None  # a dynamic tree of --depth, with so many nodes verified per cycle, the root included; none: the static tree
+    branch: int = 4  # of the dynamic tree: nodes expanded per level, and children of each
+    noise: str = "shared"  # of the dynamic tree, sampling: rank children by what this run will draw (shared), or by q alone (none)
+
+    @property
+    def wanted(self) -> bool:
+        return self != Dynamic()
 
 
 @dataclass(frozen=True)
@@ -65,29 +72,30 @@ class DraftOptions:
 
     depth: int | None = None  # draft tokens of the chain, or most on a path of the dynamic tree; none: 5
     confidence: float = 0.0  # nothing is drafted behind a token that the draft gives less probability
-    tree: TreeShape = field(default_factory=TreeShape)
+    verify: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+    tree: Chain = field(default_factory=Chain)
+    dynamic: Dynamic = field(default_factory=Dynamic)
 
     def __post_init__(self) -> None:
         if self.depth is not None and (not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1):
             raise OptionError(f"depth must be a whole number, 1 or more, got {self.depth!r}")
-        if self.depth is not None and self.tree.choices is not None:
-            raise OptionError("tree.choices says how deep its tree is: leave depth out")
         if isinstance(self.confidence, bool) or not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
             raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
+        if self.verify not in VERIFICATIONS:
+            raise OptionError(f"unknown verify {self.verify!r}; {near(self.verify, VERIFICATIONS)}")
+        if self.dynamic.wanted and (self.dynamic.nodes is None or self.tree != Chain()):
+            raise OptionError("a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out")
+        if self.depth is not None and self.tree.choices != "chain":
+            raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
-    @property
-    def dynamic(self) -> DynamicTree | None:
-        tree = self.tree
-        if tree.nodes is None:
-            return None
-        branch = BRANCH if tree.branch is None else tree.branch
-        return DynamicTree(tree.nodes, self.depth or DEPTH, branch, "shared" if tree.noise is None else tree.noise)
+    def dynamic_tree(self) -> DynamicTree | None:
+        """OptionError when its numbers are bad."""
+        shape = self.dynamic
+        return None if shape.nodes is None else DynamicTree(shape.nodes, self.depth or DEPTH, shape.branch, shape.noise)
 
-    @property
     def choices(self) -> Choices:
-        """The static tree: a chain unless given otherwise."""
-        given = self.tree.choices
-        return chain_choices(self.depth or DEPTH) if given is None else StaticTree(given).resolve()
+        """The static tree; OptionError when it is bad."""
+        return chain_choices(self.depth or DEPTH) if self.tree.choices == "chain" else self.tree.resolve()
 
 
 @dataclass(frozen=True)
@@ -122,10 +130,14 @@ class Method(Drafter):
         super().__init__(target, options)
         self.draft_model, self.net = draft, draft.model
         self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; what one has beyond is padding
-        self.dynamic: DynamicTree | None = self.options.dynamic
-        self.choices: Choices = () if self.dynamic else self.options.choices
-        if max((path[-1] for path in self.choices), default=0) >= self.vocab_size:
+        self.dynamic: DynamicTree | None = self.options.dynamic_tree()
+        self.choices: Choices = () if self.dynamic else self.options.choices()
+        branches = max((path[-1] for path in self.choices), default=0)
+        if branches >= self.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
+        self.block = self.options.verify == "block"
+        if self.block and (self.dynamic or branches or self.options.tree.noise != "drawn" or self.options.confidence):
+            raise OptionError("verify block is for a whole chain that is drawn: leave tree.choices, tree.noise, dynamic and confidence out")
 
     @property
     def studies(self) -> tuple[int, ...]:
@@ -142,13 +154,28 @@ class Method(Drafter):
 
     @classmethod
     def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """The model in that folder or hub repository, as it was published, on the target's device and in its dtype."""
+        """The model in that folder or hub repository, as it was published, on the target's device and in its dtype.
+
+        Several, parted by commas, draft side by side, and their trees are merged (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
+        """
         if source is None:
             raise CheckpointError("this method needs a smaller language model: name its folder or hub id with --draft")
-        name = str(Path(source).expanduser()) if Path(source).expanduser().exists() else str(source)
-        draft = Target.load(name, str(target.dtype).removeprefix("torch."), str(target.device), role="draft model")
+        options = options or cls.Options()
+        names = [str(source)] if Path(source).expanduser().exists() else str(source).split(",")
+        if len(names) > 1 and not options.dynamic.wanted:  # merged trees are verified as chosen
+            if options.verify != "token":
+                raise OptionError("verify block is for one draft model: leave it out")
+            options = replace(options, tree=replace(options.tree, noise="shared"))
+        return reduce(Merged, [cls._open(name.strip(), target, options) for name in names])
+
+    @classmethod
+    def _open(cls, name: str, target: Target, options: Any) -> Drafter:
+        here = Path(name).expanduser()
+        draft = Target.load(
+            here if here.exists() else name, str(target.dtype).removeprefix("torch."), str(target.device), role="draft model"
+        )
         check_vocabulary(draft, target)
-        drafter = cls(target, options or cls.Options(), draft)
+        drafter = cls(target, options, draft)
         drafter.made_for = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
         return drafter
 
@@ -183,17 +210,20 @@ class Method(Drafter):
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         if self.dynamic:
             return grow_dynamic(growth, roots, self.dynamic)
-        return grow_static(growth, roots, self.choices)
+        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.block)
 
     def chain(self, depth: int) -> Self:
-        return type(self)(self.target, replace(self.options, depth=depth, tree=TreeShape()), self.draft_model)
+        return type(self)(
+            self.target, replace(self.options, depth=depth, tree=Chain(noise=self.options.tree.noise), dynamic=Dynamic()), self.draft_model
+        )
 
     def describe(self) -> dict[str, Any]:
         stop = {"confidence": self.options.confidence} if self.options.confidence else {}
         if self.dynamic:
             return {**self.dynamic.describe(), **stop}
-        choices = self.options.tree.choices or f"chain-{self.depth}"
-        return {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, **stop}
+        choices = f"chain-{self.depth}" if self.options.tree.choices == "chain" else self.options.tree.choices
+        how = {"noise": self.options.tree.noise, **({"verify": "block"} if self.block else {}), **stop}
+        return {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, **how}
 
     def weights(self) -> Weights:
         """The model in Hugging Face's own layout; tied weights once."""

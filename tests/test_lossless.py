@@ -78,12 +78,13 @@ OPTIONS = {
     "hydra": {"tree.choices": "dynamic", "tree.nodes": 14, "head.arch": "prefix-mlp"},
     "eagle2": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
+    "self_speculative": {"skip": "1,2m", "depth": 3},
     "small_model": {"depth": 3},
     "seagle": {**TREE, "head.layers": "0,1,2", "window.size": 9, "window.sink": 2},  # smaller than most prompts here
 }
 
 
-DRAWN = {"eagle1", "small_model", "self_speculative"}  # as configured here: sampled rows draw their children
+DRAWN = {"eagle1", "self_speculative", "small_model"}  # as configured here: sampled rows draw their children
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:

@@ -128,7 +128,7 @@ def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (file,) = (tmp_path / "cache" / "eyas").iterdir()
     file.write_text("{")
     make(target)
-    make(idle(2))
+    make(Target(zoo.tiny("llama", seed=8)))
     assert len(searched) == 3
 
 

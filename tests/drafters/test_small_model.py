@@ -271,7 +271,7 @@ def test_the_loss_is_the_plain_formula(target: Target) -> None:
         count += int(counted[1:].sum())
     found = drafter.loss(given)
     assert int(found.count) == count
-    assert float(found.total) == pytest.approx(expected, rel=1e-4)
+    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_training_helps(target: Target) -> None:
@@ -285,5 +285,6 @@ def test_training_helps(target: Target) -> None:
         (loss.total / loss.count).backward()
         optimiser.step()
     after = drafter.loss(given)
-    assert float(after.total) < 0.8 * float(before.total)
-    assert int(after.sums["accuracy"]) > int(before.sums["accuracy"])
+    assert int(before.sums["accuracy"]) < 4
+    assert int(after.sums["accuracy"]) > 7
+    assert float(after.total.detach()) < float(before.total.detach())

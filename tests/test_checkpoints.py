@@ -80,8 +80,10 @@ def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) ->
             }
         },
         {"eyas": {"method": "eagle1", "version": "0.1", "training": {"steps": 3}}},
+        {"eyas": {"inputs": "unshifted"}},
+        {"eyas": {"inputs": "feature"}, "bias": False},
     ],
-    ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours"],
+    ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"],
 )
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing."""
@@ -444,6 +446,7 @@ def test_llama3_rope_is_handed_on(key: str) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "type 'yarn'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope'"),
         ({"rope_scaling": 2.0}, "rope_scaling 2.0; it must be an object"),
+        ({"eyas": {"inputs": "shiftd"}}, "\"inputs\" 'shiftd'; did you mean shifted"),
     ],
 )
 def test_impossible_configs(changes: dict[str, Any], says: str) -> None:

@@ -11,8 +11,10 @@ Our config, which `read` makes and `write` takes:
     max_positions      int, 2048 when absent: how far the head was trained, as far as the config says
     fc_bias, qkv_bias  bool
     act                "silu"
+    inputs             what the net reads, one of INPUTS; "shifted", which is EAGLE, when config.json's "eyas" object does not say
     eyas               only in heads that we wrote: a dict with what the writer recorded (method, version, target fingerprint, training)
 
+Heads with other inputs are those of EAGLE-1's ablation, in the same tensors (no fc where one thing is read); nobody else reads them right.
 Heads of EAGLE-3 are another format, `safeailab3`.
 """
 
@@ -27,11 +29,13 @@ from torch import Tensor
 from eyas.checkpoints._eagle3 import is_eagle3
 from eyas.checkpoints._llama import flag, mapping, number, read_layer, read_scaling, write_layer
 from eyas.checkpoints._weights import Shape, differences
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, near
 
-__all__ = ["METHODS", "NAMES", "read", "read_config", "recognises", "shapes", "write", "write_config"]
+__all__ = ["INPUTS", "METHODS", "NAMES", "read", "read_config", "recognises", "shapes", "write", "write_config"]
 
 METHODS = ("eagle1",)
+JOINED = ("shifted", "unshifted")
+INPUTS = (*JOINED, "feature", "token")
 
 NAMES = {
     "embed_tokens.weight": "embed.weight",
@@ -57,7 +61,9 @@ OPTIONAL = frozenset({"embed.weight"})
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these are the tensors of a head in this format. The config tells nothing more than that it is no EAGLE-3 head."""
-    return not is_eagle3(config, names) and "fc.weight" in names and any(name.startswith("layers.") for name in names)
+    ours = config.get("eyas")
+    joined = "fc.weight" in names or (isinstance(ours, dict) and "inputs" in ours)
+    return not is_eagle3(config, names) and joined and any(name.startswith("layers.") for name in names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -85,16 +91,16 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     found = differences(tensors, shapes(config), OPTIONAL)
     assert not found, found
     published = {name: tensors[ours] for name, ours in NAMES.items() if ours in tensors}
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(tensors["layer.mlp_norm.weight"].dtype).removeprefix("torch.")
     return {**write_config(config), "torch_dtype": dtype}, published
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Our tensor names and their shapes, from our config."""
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    out: dict[str, Shape] = {"embed.weight": (config["vocab_size"], hidden), "fc.weight": (hidden, 2 * hidden)}
-    if config["fc_bias"]:
-        out["fc.bias"] = (hidden,)
+    out: dict[str, Shape] = {"embed.weight": (config["vocab_size"], hidden)}
+    if config["inputs"] in JOINED:
+        out |= {"fc.weight": (hidden, 2 * hidden), **({"fc.bias": (hidden,)} if config["fc_bias"] else {})}
     rows = {"q": config["num_heads"] * width, "k": config["num_kv_heads"] * width, "v": config["num_kv_heads"] * width}
     for name, size in rows.items():
         out[f"layer.attention.{name}.weight"] = (size, hidden)
@@ -112,12 +118,16 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Published config.json -> our config. Raises CheckpointError for a missing or impossible value, another activation or RoPE."""
     newer, older = mapping(config, "rope_parameters"), mapping(config, "rope_scaling")
+    inputs = mapping(config, "eyas").get("inputs", "shifted")
+    if inputs not in INPUTS:
+        raise CheckpointError(f'config.json has "eyas": "inputs" {inputs!r}; {near(str(inputs), INPUTS)}')
     ours = {
         **read_layer(config),
         "rope_theta": number(config, "rope_theta", number(newer, "rope_theta", 10000.0)),
         "rope_scaling": read_scaling(older or newer),
         "fc_bias": flag(config, "bias", True),
         "qkv_bias": flag(config, "qkv_bias", False),
+        "inputs": inputs,
     }
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
@@ -125,4 +135,5 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def write_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Our config -> a config.json that the readers of the published format understand; they ignore "eyas"."""
     published = {**write_layer(config), "bias": config["fc_bias"], "qkv_bias": config["qkv_bias"]}
-    return {**published, "eyas": config["eyas"]} if "eyas" in config else published
+    own = {**(config.get("eyas") or {}), **({"inputs": config["inputs"]} if config["inputs"] != "shifted" else {})}
+    return {**published, "eyas": own} if own else published

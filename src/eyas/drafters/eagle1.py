@@ -6,6 +6,7 @@ The net reads pairs and predicts the target's next final-norm feature; the targe
                                                                           head of the target  ->  q of token t+2
 
 Beyond what is committed, in the tree, it reads its own predictions. Siblings are chosen (greedy) or drawn without replacement (sampling).
+Nets of the ablation, which read less (section 5.3.2), are here too: `--head.inputs`, see `_eagle1_net`.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V vocabulary.
 """
@@ -13,7 +14,7 @@ Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V voc
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,14 +23,15 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Loss, Roots
-from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
+from eyas.drafters._base import Batch, DraftSession, Loss, Roots
+from eyas.drafters._eagle import EagleMethod, EagleSession, Window, check_sizes, head_of, own_table, shape_like, shape_of
+from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import Growth, grow_static
 from eyas.errors import OptionError, near
 from eyas.losses import smooth_l1, soft_cross_entropy_of
-from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
+from eyas.nn import LayerShape
 from eyas.target import Target
-from eyas.tree import Choices, Draft, chain_choices, check_choices
+from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices, check_choices
 
 __all__ = ["HeadOptions", "Method", "Net", "StaticTree"]
 
@@ -78,10 +80,22 @@ NOISES = ("uniform", "reference", "none")
 
 
 @dataclass(frozen=True)
+class NewHead:
+    """What a head is like whose training begins. A trained head brings its own."""
+
+    inputs: str = "shifted"  # new heads only: what is read: shifted (EAGLE), or one of its ablation: unshifted, feature, token
+
+    def __post_init__(self) -> None:
+        if self.inputs not in INPUTS:
+            raise OptionError(f"unknown head.inputs {self.inputs!r}; {near(self.inputs, INPUTS)}")
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """Flags of every method with EAGLE-1's net."""
 
     window: Window = field(default_factory=Window)
+    head: NewHead = field(default_factory=NewHead)
     noise: str = "uniform"  # training only, added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none
 
     def __post_init__(self) -> None:
@@ -102,37 +116,19 @@ class Options(HeadOptions):
             raise OptionError(f"unknown verify {self.verify!r}; {near(self.verify, VERIFICATIONS)}")
 
 
-class Net(nn.Module):
-    """fc over [embedding, feature], then one decoder layer (EAGLE-1, figure 7)."""
+class UnshiftedSession(EagleSession):
+    """Features come with the embedding of their own token before them, which is what the net then reads."""
 
-    def __init__(self, shape: LayerShape, fc_bias: bool = True) -> None:
-        super().__init__()
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=fc_bias)
-        self.layer = DecoderLayer(shape)
+    def __init__(self, drafter: Method, rows: int) -> None:
+        super().__init__(drafter, rows)
+        self.hidden_of = drafter.hidden_of
+        self.pending_BPF = self.pending_BPF.repeat(1, 1, 2)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        super().prefill(row, tokens_T, self.hidden_of(tokens_T, features_TF), position)
 
-    def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        joined: Tensor = self.fc(torch.cat([embeddings, hidden], dim=-1))
-        return joined
-
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
-        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND), position_RN, cache)
-
-    def forward(
-        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache
-    ) -> Tensor:  # fmt: skip
-        """Predicted features [R, N, D]."""
-        x_RND = self.join(hidden_RND, embeddings_RND)
-        return self.layer.finish(x_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
-
-    def packed(self, features_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """While training: predicted features [M, D] of some rows of packed documents."""
-        x_ND, position_N = self.join(features_ND, embeddings_ND), documents.position_N(features_ND.device)
-        attention, x_MD = self.layer.attention, x_ND[rows_M]
-        keys = attention.keys(x_ND, position_N)
-        return self.layer.finish(x_MD, attention.over(x_MD, position_N[rows_M], documents.asking(rows_M), keys))
+    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+        super().commit(draft, verdict, replace(seen, features_BNF=self.hidden_of(draft.tokens_BN, seen.features_BNF)))
 
 
 class Method(EagleMethod):
@@ -163,7 +159,7 @@ class Method(EagleMethod):
 
     @property
     def shape_weight(self) -> Tensor:
-        return self.net.fc.weight
+        return self.net.layer.mlp.gate.weight
 
     @property
     def longest_path(self) -> int:
@@ -177,7 +173,7 @@ class Method(EagleMethod):
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window)
         shape = shape_of(config)
-        net = Net(shape, config["fc_bias"])
+        net = Net(shape, config["fc_bias"], config["inputs"])
         shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
         table = "embed.weight"
         checkpoints.expect(weights, {**shapes, table: (target.vocab_size, target.hidden_size)}, {table})
@@ -195,7 +191,7 @@ class Method(EagleMethod):
         cls.check_window(options.window)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            net = Net(layer)
+            net = Net(layer, inputs=options.head.inputs)
             for name, weight in net.named_parameters():
                 if weight.ndim == 2:
                     nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
@@ -203,8 +199,15 @@ class Method(EagleMethod):
                     nn.init.zeros_(weight)
         return cls(target, options, net.to(device=target.device, dtype=target.dtype).eval(), layer)
 
+    def hidden_of(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What a step hands to the next, of tokens [...] whose true features [..., D] are known."""
+        return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1) if self.net.inputs == "unshifted" else features
+
     def head(self, hidden: Tensor) -> Tensor:
-        return self.target.head(hidden.to(self.target.dtype))
+        return self.target.head(hidden[..., -self.target.hidden_size :].to(self.target.dtype))
+
+    def open(self, rows: int) -> DraftSession:
+        return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verify == "block")
@@ -226,7 +229,7 @@ class Method(EagleMethod):
             "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_heads": shape.num_heads,
             "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": self.target.vocab_size, "rms_eps": shape.rms_eps,
             "rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling, "max_positions": self.trained_length or self.target.context,
-            "fc_bias": self.net.fc.bias is not None, "qkv_bias": shape.qkv_bias, "act": "silu",
+            "fc_bias": getattr(self.net.fc, "bias", None) is not None, "qkv_bias": shape.qkv_bias, "act": "silu", "inputs": self.net.inputs,
             "eyas": {"target_fingerprint": self.target.fingerprint()},
         }  # fmt: skip
         tensors = {name: value.detach().clone() for name, value in self.net.state_dict().items()}
@@ -237,15 +240,16 @@ class Method(EagleMethod):
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Section 4.2: smooth L1 between features + 0.1 x cross-entropy between the laws that the target's head makes of them.
 
-        Slot t sees feature t (with noise U(-0.1, 0.1)) and token t+1; it is compared at feature t+1, which predicts token t+2: it counts
-        when that token does.
+        Slot t sees feature t (with noise U(-0.1, 0.1)) and token t+1 (or what `head.inputs` says of them); it is compared at feature t+1,
+        which predicts token t+2: it counts when that token does.
         """
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         order_N = torch.arange(len(tokens_N), device=tokens_N.device)
         goal_N = (order_N + 2).clamp(max=len(tokens_N) - 1)
         rows_M = (batch.counted_N[goal_N] & (order_N + 2 < batch.documents.end_N(tokens_N.device))).nonzero()[:, 0]
         embeddings_ND = self.embed(tokens_N.roll(-1)).to(self.dtype)
-        predicted_MD = self.net.packed(features_ND + self._noise(batch, generator), embeddings_ND, rows_M, batch.documents)
+        hidden_ND = self.hidden_of(tokens_N, features_ND + self._noise(batch, generator))
+        predicted_MD = self.net.packed(hidden_ND, embeddings_ND, rows_M, batch.documents)
         true_MD, every_M = batch.features_NF[rows_M + 1], torch.ones_like(rows_M, dtype=torch.bool)
         feature_loss = smooth_l1(predicted_MD, true_MD, every_M, 1.0)
         token_loss, right = soft_cross_entropy_of(self.head, predicted_MD, true_MD, every_M, 1.0, self.target.vocab_size)

@@ -1,0 +1,61 @@
+"""The net of EAGLE-1 and EAGLE-2 (EAGLE-1, figure 7), and those of its ablation (figure 10), which read something else at slot t:
+
+    shifted      [ embedding of token t+1 ; feature of token t ]     EAGLE: the feature, and what came of it
+    unshifted    [ embedding of token t   ; feature of token t ]     it cannot know token t+1, so siblings have children of one law
+    feature      feature of token t                                  likewise
+    token        embedding of token t+1                              a language model of one layer
+
+All of them foretell the feature of token t+1. Where two things are read, fc brings them to one width; nothing else differs.
+It knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of them that count, D hidden (unshifted: see `Net`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
+
+__all__ = ["INPUTS", "Net"]
+
+INPUTS = ("shifted", "unshifted", "feature", "token")
+
+
+class Net(nn.Module):
+    """fc over what is read, then one decoder layer. What a step hands to the next, `hidden`, is the feature foretold; unshifted, with the
+    embedding of its token before it, so 2D wide, as the next step must read that.
+    """
+
+    def __init__(self, shape: LayerShape, fc_bias: bool = True, inputs: str = "shifted") -> None:
+        super().__init__()
+        D, joined = shape.hidden_size, inputs in ("shifted", "unshifted")
+        self.inputs = inputs
+        self.fc = nn.Linear(2 * D, D, bias=fc_bias) if joined else nn.Identity()
+        self.layer = DecoderLayer(shape)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """What the layer reads [..., D]; embeddings: of the next tokens."""
+        read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[self.inputs]
+        joined: Tensor = self.fc(torch.cat(read, dim=-1))
+        return joined
+
+    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND), position_RN, cache)
+
+    def forward(
+        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache
+    ) -> Tensor:  # fmt: skip
+        """The next hidden [R, N, D]."""
+        x_RND = self.join(hidden_RND, embeddings_RND)
+        feature_RND = self.layer.finish(x_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
+        return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
+
+    def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
+        """While training: the features foretold [M, D] at some rows of packed documents."""
+        x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
+        attention, x_MD = self.layer.attention, x_ND[rows_M]
+        keys = attention.keys(x_ND, position_N)
+        return self.layer.finish(x_MD, attention.over(x_MD, position_N[rows_M], documents.asking(rows_M), keys))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 import zoo
 from eyas.decode import Step
+from eyas.drafters import find
+from eyas.drafters._base import options_from
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters.eagle2 import Method
 from eyas.target import Target
 from eyas.train.alpha import acceptance_by_depth, chain_figures, figures_of, last_prompt
 from eyas.train.data import Example
+from eyas.tree import Draft, Tree
 
 
 def step(accepted: int, tokens: int, finish: str | None = None) -> Step:
@@ -23,6 +30,26 @@ def test_by_hand() -> None:
     assert figures["0-alpha"] == 4 / 5
     assert figures["2-alpha"] == 1 / 2
     assert figures["chain tau"] == 12 / 5
+
+
+def test_only_what_was_drafted() -> None:
+    """Guards chains shorter than asked for: a token that nobody drafted, or a padding that could not be accepted, was not refused."""
+    tree = Tree.chain(2, 4)
+    candidate_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    tree = Tree.build(tree.parents_BN, 3, candidate_BN)
+    draft = Draft(tree, torch.zeros(2, 4, dtype=torch.long))
+    steps = [replace(step(accepted, accepted + 1), draft=draft, row=row) for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))]
+    assert acceptance_by_depth(steps, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
+    assert set(figures_of(steps, 5)) == {"0-alpha", "1-alpha", "2-alpha", "chain tau"}
+
+
+def test_heads_that_draft_less_than_asked_for() -> None:
+    """Guards the figures of methods with a head for each token: one head drafts one token, so there is no 1-alpha to be zero."""
+    kind = find("medusa")
+    one = kind.fresh(Target(zoo.FAMILIES["llama"]()), options_from(kind.Options, {"head.count": 1}))
+    figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=60, tree_prompts=0)(one)
+    assert figures["0-alpha"] > 0, "what a head says must come true now and then, or this test proves little"
+    assert "1-alpha" not in figures
 
 
 def test_last_prompt() -> None:

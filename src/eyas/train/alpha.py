@@ -16,7 +16,9 @@ __all__ = ["acceptance_by_depth", "chain_figures", "figures_of", "last_prompt", 
 
 
 def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, int]]:
-    """For each draft depth 1..depth of chain cycles: (times reached, times accepted). What was cut off at the end counts as not reached."""
+    """For each draft depth 1..depth of chain cycles: (times reached, times accepted). What was not drafted, or cut off at the end, was not
+    reached.
+    """
     reached, accepted = [0] * depth, [0] * depth
     for step in steps:
         if step.prefill:
@@ -24,13 +26,22 @@ def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, in
         for d in range(min(step.accepted, depth)):
             reached[d] += 1
             accepted[d] += 1
-        if len(step.tokens) > step.accepted and step.accepted < depth:  # the bonus was emitted, so the next draft token was refused
+        bonus = len(step.tokens) > step.accepted  # it was emitted, so the next draft token, if there was one, was refused
+        if bonus and step.accepted < min(depth, _drafted(step)):
             reached[step.accepted] += 1
     return list(zip(reached, accepted, strict=True))
 
 
+def _drafted(step: Step) -> float:
+    """How many draft tokens the longest path had; of a Step that does not hold its draft it is not known, and taken to be enough."""
+    if step.draft is None:
+        return float("inf")
+    tree, row = step.draft.tree, step.row
+    return int(tree.depth_BN[row][tree.candidate_BN[row]].max())
+
+
 def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
-    """n-alpha for n = 0..depth-1 and tau, tokens emitted per cycle, of chain cycles."""
+    """n-alpha for n = 0..depth-1, as far as drafts reached, and tau, tokens emitted per cycle, of chain cycles."""
     rates = {f"{n}-alpha": a / r for n, (r, a) in enumerate(acceptance_by_depth(steps, depth)) if r}
     return {**rates, "chain tau": tau_of(steps)} if steps else {}
 
@@ -60,7 +71,7 @@ def chain_figures(
     """Held-out figures for the training loop, from greedy answers to some prompts.
 
     Args:
-        prompts: of how many examples; drafted by chains of `depth`.
+        prompts: of how many examples; drafted by chains of `depth`, or as deep as the drafter can.
         tree_prompts: of how many of them once more with the drafter's own tree, whose cycles cost more; 0 = none.
     """
     chosen = [p for p in (last_prompt(e) for e in examples[:prompts]) if p]

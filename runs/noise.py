@@ -29,7 +29,7 @@ BOTH, GREEDY, SAMPLED = (0.0, 1.0), (0.0,), (1.0,)
 WAYS: dict[str, tuple[str, dict[str, object], tuple[float, ...]]] = {  # name -> method, options, temperatures
     "vanilla": ("vanilla", {}, BOTH),
     "eagle1 chain, drawn": ("eagle1", CHAIN, BOTH),
-    "eagle1 chain, drawn, block": ("eagle1", {**CHAIN, "verify": "block"}, SAMPLED),
+    "eagle1 chain, drawn, block": ("eagle1", {**CHAIN, "verification": "block"}, SAMPLED),
     "eagle1 chain, shared": ("eagle1", {**CHAIN, "tree.noise": "shared"}, SAMPLED),
     "eagle1 tree, drawn": ("eagle1", {}, BOTH),
     "eagle1 tree, shared": ("eagle1", {"tree.noise": "shared"}, SAMPLED),

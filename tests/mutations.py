@@ -73,8 +73,8 @@ MUTATIONS = (
     Mutation(
         "raw logits for the bonus",
         "decode.py",
-        "        verdict = verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
-        """        verdict = verify(draft, scores_BNV, roots.position_B, roots.noise)
+        "        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
+        """        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
         last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
         raw_B1V = seen.logits_BNV.gather(1, last_B1[..., None].expand(-1, -1, seen.logits_BNV.shape[-1])).float()
         end = verify(Draft(Tree.chain(len(last_B1), 1), last_B1), raw_B1V, roots.position_B + verdict.length_B - 1, roots.noise)
@@ -332,8 +332,8 @@ MUTATIONS = (
     Mutation(
         "q drawn and stated without the row's temperature",
         "drafters/_grow.py",
-        "[process(logits_BQV[b], s,",
-        "[process(logits_BQV[b] * (s.temperature or 1), s,",
+        "[process(logits_BQv[b], s,",
+        "[process(logits_BQv[b] * (s.temperature or 1), s,",
         ORDER,
         "tokens are not those drawn from q, in order",
     ),

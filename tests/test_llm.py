@@ -29,7 +29,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def llm(target: Target) -> LLM:
     """A target with a random EAGLE head: losslessness needs no good one."""
-    drafter = eyas.llm._drafter(target, Method.random(target), None, {})
+    drafter = eyas.llm._drafter(target, Method.random(target), None, {}, None)
     return LLM(target, drafter, words.byte_tokenizer())
 
 
@@ -171,7 +171,7 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
     assert (loaded.method, loaded.drafter.options.tree.nodes, loaded.draft_name) == ("eagle2", 9, str(head))
     assert loaded.generate("Hello there", max_new_tokens=10).token_ids == plain(llm, "Hello there", 10)
     assert eyas.load(model, head, method="eagle1").method == "eagle1"
-    assert eyas.load(model).method == "vanilla"
+    assert eyas.load(model).method == "suffix"
     assert eyas.load(llm.target.model, head, tokenizer=words.byte_tokenizer()).generate("Hi", max_new_tokens=3).token_ids
     for arguments, options, kind, message in (
         ((model, head, "eagel2"), {}, OptionError, "unknown method 'eagel2'; did you mean eagle"),

@@ -35,7 +35,7 @@ def test_json_has_the_promised_keys(answer: Run, world: Path) -> None:
     assert found["method"] == "eagle2"
     assert found["target"] == str(world / "llama")
     assert found["draft"] == str(world / "head")
-    assert found["tree"] == {"kind": "dynamic", "nodes": 6, "depth": 3, "branch": 2}
+    assert found["tree"] == {"kind": "dynamic", "nodes": 6, "depth": 3, "branch": 2, "noise": "shared"}
     assert (found["dtype"], found["device"]) == ("float32", "cpu")
     assert {"eyas", "python", "torch", "transformers"} <= set(found["versions"])
     assert len(found["token_ids"]) == 24 == 1 + sum(found["accepted_lengths"]) + found["cycles"]
@@ -49,7 +49,7 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     """The command adds a stream up by itself; it must come to the same result as LLM.generate."""
     import eyas
 
-    llm = eyas.load(world / "llama", world / "head", tree={"nodes": 6, "depth": 3, "branch": 2})
+    llm = eyas.load(world / "llama", world / "head", tree={"nodes": 6, "depth": 3, "branch": 2, "noise": "shared"})
     told = answer("hello", "--draft", "head", *TREE, "--temperature", 0.9, "--seed", 5)
     made = llm.generate("hello", max_new_tokens=24, temperature=0.9, seed=5)
     assert tuple(told["token_ids"]) == made.token_ids
@@ -77,7 +77,7 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
 
 def test_without_a_draft_it_says_so(run: Run) -> None:
     result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
-    assert "no --draft: decoding is plain (vanilla)" in result.stderr
+    assert "no --draft: the text itself drafts (suffix)" in result.stderr
     assert run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
 
 
@@ -198,7 +198,7 @@ def test_other_settings_are_noted_when_resuming(run: Run, tmp_path: Path) -> Non
     command = ("generate", "--target", "llama", "--max-new-tokens", 2, "--input", given, "--output", output)
     run(*command)
     write(given, LINES[:2])
-    assert "were made with method vanilla" in run(*command, "--draft", "head").stderr
+    assert "were made with method suffix" in run(*command, "--draft", "head").stderr
 
 
 def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:

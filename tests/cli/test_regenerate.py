@@ -58,7 +58,7 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     assert (said["conversations"], said["replies"], said["bad"], said["there"]) == (4, 5, 0, 0)
     assert said["tokens"] == sum(sum(line["tokens"]) for line in found)
     assert "4 conversations, 5 replies, " in result.stderr.splitlines()[-1]
-    assert "no --draft: decoding is plain" in result.stderr
+    assert "no --draft: the text itself drafts" in result.stderr
     other = tmp_path / "drafted.jsonl"
     drafted = run(*command, "--draft", "head", "--output", other, "--rows", 1)
     assert drafted.exit_code == 0

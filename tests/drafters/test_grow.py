@@ -113,7 +113,7 @@ def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: Dynami
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str) -> None:
     """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
     that float32 sums in another order: 1e-4, seeded."""
-    world, shape = World(5, 6, seed=7), DynamicTree(11, 4, 3, noise, expand, rerank, stop)
+    world, shape = World(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
     draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), shape)
@@ -172,12 +172,12 @@ def test_bad_options_of_static_trees() -> None:
     with pytest.raises(OptionError, match="drawn"):
         StaticTree(noise="drwan")
     with pytest.raises(OptionError, match="block"):
-        Options(verify="blok")
+        Options(verification="blok")
     method = Method.__new__(Method)
-    method.options = Options(tree=StaticTree("reference"), verify="block")
+    method.options = Options(tree=StaticTree("reference"), verification="block")
     with pytest.raises(OptionError, match="chain"):
         method.plan()
-    method.options = Options(tree=StaticTree("chain", "shared"), verify="block")
+    method.options = Options(tree=StaticTree("chain", "shared"), verification="block")
     with pytest.raises(OptionError, match="drawn"):
         method.plan()
 

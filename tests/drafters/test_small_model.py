@@ -50,12 +50,12 @@ def taus(drafter: Drafter, law: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("verify", ["token", "block"])
-def test_a_draft_that_is_the_target_is_always_right(verify: str, law: Sampling, target: Target) -> None:
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Sampling, target: Target) -> None:
     """Guards positions, masks and the catching up of the draft's cache, and q, which must be processed as p is: with p = q nothing may be
     refused, cycle after cycle. No false alarms: acceptance is then certain, up to rounding, and the run is seeded."""
     draft = Target(zoo.tiny("llama"))
-    assert set(taus(make(target, draft, depth=3, verify=verify), law)) == {4}
+    assert set(taus(make(target, draft, depth=3, verification=verification), law)) == {4}
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
@@ -233,7 +233,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two trees": ({"dynamic.nodes": 8, "tree.choices": "reference"}, "a dynamic tree needs"),
     "half a dynamic tree": ({"dynamic.branch": 3}, r"a dynamic tree needs dynamic\.nodes"),
     "a dynamic tree of nothing": ({"dynamic.nodes": 0}, r"tree\.nodes must be"),
-    "a block that is a tree": ({"verify": "block", "tree.choices": "reference"}, "verify block is for a whole chain"),
+    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole chain"),
     "net": ({"net.width": 100}, "multiple of 32"),
 }
 

@@ -100,7 +100,7 @@ class Growth:
 
 def _log_q(logits: Tensor) -> Tensor:
     """log softmax in float32; at most 0, so that no child scores above its parent; NaN counts as impossible."""
-    return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf).clamp(max=0.0)
+    return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
 def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class DraftOptions:
 
     depth: int | None = None  # draft tokens of the chain, or most on a path of the dynamic tree; none: 5
     confidence: float = 0.0  # nothing is drafted behind a token that the draft gives less probability
-    verify: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+    verification: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
     tree: Chain = field(default_factory=Chain)
     dynamic: Dynamic = field(default_factory=Dynamic)
 
@@ -81,8 +81,8 @@ class DraftOptions:
             raise OptionError(f"depth must be a whole number, 1 or more, got {self.depth!r}")
         if isinstance(self.confidence, bool) or not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
             raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
-        if self.verify not in VERIFICATIONS:
-            raise OptionError(f"unknown verify {self.verify!r}; {near(self.verify, VERIFICATIONS)}")
+        if self.verification not in VERIFICATIONS:
+            raise OptionError(f"unknown verification {self.verification!r}; {near(self.verification, VERIFICATIONS)}")
         if self.dynamic.wanted and (self.dynamic.nodes is None or self.tree != Chain()):
             raise OptionError("a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out")
         if self.depth is not None and self.tree.choices != "chain":
@@ -135,9 +135,9 @@ class Method(Drafter):
         branches = max((path[-1] for path in self.choices), default=0)
         if branches >= self.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
-        self.block = self.options.verify == "block"
+        self.block = self.options.verification == "block"
         if self.block and (self.dynamic or branches or self.options.tree.noise != "drawn" or self.options.confidence):
-            raise OptionError("verify block is for a whole chain that is drawn: leave tree.choices, tree.noise, dynamic and confidence out")
+            raise OptionError("verification block is for a whole chain that is drawn: leave tree.choices, tree.noise, dynamic and confidence out")
 
     @property
     def studies(self) -> tuple[int, ...]:
@@ -163,8 +163,8 @@ class Method(Drafter):
         options = options or cls.Options()
         names = [str(source)] if Path(source).expanduser().exists() else str(source).split(",")
         if len(names) > 1 and not options.dynamic.wanted:  # merged trees are verified as chosen
-            if options.verify != "token":
-                raise OptionError("verify block is for one draft model: leave it out")
+            if options.verification != "token":
+                raise OptionError("verification block is for one draft model: leave it out")
             options = replace(options, tree=replace(options.tree, noise="shared"))
         return reduce(Merged, [cls._open(name.strip(), target, options) for name in names])
 
@@ -222,7 +222,7 @@ class Method(Drafter):
         if self.dynamic:
             return {**self.dynamic.describe(), **stop}
         choices = f"chain-{self.depth}" if self.options.tree.choices == "chain" else self.options.tree.choices
-        how = {"noise": self.options.tree.noise, **({"verify": "block"} if self.block else {}), **stop}
+        how = {"noise": self.options.tree.noise, **({"verification": "block"} if self.block else {}), **stop}
         return {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, **how}
 
     def weights(self) -> Weights:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from eyas.bench import machine
-from eyas.bench.machine import Snapshot, busy, card, commit, snapshot
+from eyas.bench.machine import Snapshot, Used, busy, card, commit, snapshot, used
 
 BEFORE = Snapshot(seconds=100.0, all_seconds=1000.0, own_seconds=50.0, load=0.5)
 
@@ -26,21 +26,22 @@ def after(seconds: float, everybody: float, own: float) -> Snapshot:
 
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(machine, "cores", lambda: [0, 1, 2, 3])
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_our_own_work_is_not_somebody_elses() -> None:
     """Bug: a bench that keeps every core busy warns of itself."""
-    assert busy(BEFORE, 4, after(10, everybody=40.3, own=40)) is None
-    assert busy(BEFORE, 4, after(10, everybody=43, own=40)) is None  # 0.3 of 4 cores
-    assert "0.5 of 4 cores" in str(busy(BEFORE, 4, after(10, everybody=44.6, own=40)))
+    assert used(BEFORE, after(10, everybody=44.5, own=40)) == Used(10.0, 4.5)
+    assert busy(Used(10, 0.3), 4) is None
+    assert busy(Used(10, 3), 4) is None  # 0.3 of 4 cores
+    assert "0.5 of 4 cores" in str(busy(Used(10, 4.6), 4))
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_taken_cores_are_told_from_shared_caches() -> None:
     """Bug: one line for a machine that was full and for one with cores to spare."""
-    full, shared = busy(BEFORE, 3, after(10, everybody=50, own=30)), busy(BEFORE, 2, after(10, everybody=40, own=20))
+    full, shared = busy(Used(10, 20), 3), busy(Used(10, 20), 2)
     assert full is not None
     assert shared is not None
     assert "2.0 of 4 cores meanwhile, beside 3 threads" in full
@@ -51,9 +52,10 @@ def test_taken_cores_are_told_from_shared_caches() -> None:
 def test_what_cannot_be_known_is_no_warning() -> None:
     """Bug: a system without the counters, or half a second of them, ends a bench or warns at random."""
     silent = replace(BEFORE, all_seconds=None)
-    assert busy(silent, 4, after(10, everybody=40, own=0)) is None
-    assert busy(BEFORE, 4, replace(silent, seconds=110.0)) is None
-    assert busy(BEFORE, 4, after(0.1, everybody=4, own=0)) is None
+    assert used(silent, after(10, everybody=40, own=0)) == Used(10.0, None)
+    assert used(BEFORE, replace(silent, seconds=110.0)) == Used(10.0, None)
+    assert busy(Used(10, None), 4) is None
+    assert busy(Used(0.1, 0.4), 4) is None
 
 
 def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_a_snapshot_counts_us_and_our_children() -> None:
 
 def test_idle_time_and_waiting_are_not_work() -> None:
     """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
-    first, cores = psutil.cpu_times(percpu=True), len(machine._cores())
+    first, cores = psutil.cpu_times(percpu=True), len(machine.cores())
     before = snapshot()
     time.sleep(0.3)
     passed = time.monotonic() - before.seconds

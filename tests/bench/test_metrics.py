@@ -1,24 +1,110 @@
-"""Figures from hand-made answers, where every number can be worked out on paper."""
+"""Figures from hand-made steps and answers, where every number can be worked out on paper."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
+import torch
 
 from eyas.bench import metrics
-from eyas.bench.record import Answer, Cycle, Differs
+from eyas.bench.machine import Used
+from eyas.bench.record import Answer, Cycle, Differs, Memory, answer_from
+from eyas.decode import Step
+from eyas.tree import Draft, Tree
+
+ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}
+PARTS = {"draft": 0.1, "target": 0.4, "verify": 0.2, "commit": 0.1}
+# a fork, whose second branch is one deeper, and padding:  0 --- 1 --- 3      4: no candidate
+#                                                            |--- 2 --- 5 --- 6
+FORK = ((-1, 0, 0, 1, 0, 2, 5), (True, True, True, True, False, True, True))
+
+
+def step(
+    accepted: int,
+    path: Sequence[int],
+    tree: tuple[Sequence[int], Sequence[bool]] = FORK,
+    emitted: int | None = None,
+    finish: str | None = None,
+) -> Step:
+    """A cycle that accepted `path`, of which `accepted` draft tokens, and the bonus unless `emitted` says less, were handed out."""
+    parents, candidates = (torch.tensor([x]) for x in tree)
+    draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
+    count = accepted + 1 if emitted is None else emitted
+    return Step(1, tuple(range(count)), accepted, False, finish, tuple(path), draft, parts=PARTS)
+
+
+def answered(*steps: Step, seconds: float = 1.0) -> Answer:
+    """The prompt's own token in two seconds, then these."""
+    first = Step(1, (7,), 0, True, None)
+    return answer_from([(first, 2.0), *((s, seconds) for s in steps)], **ABOUT)
 
 
 def answer(
     method: str, prompt: str, cycles: list[tuple[int, int, float]], prefill: float = 1.0, task: str = "chat", turn: int = 0
 ) -> Answer:
-    """cycles: (emitted, accepted, seconds) of chains of three draft tokens."""
-    made = tuple(Cycle(e, a, 4, 3, 3, s, s / 4, s / 2, s / 8, 0.0) for e, a, s in cycles)
+    """cycles: (emitted, accepted, seconds), each of a chain of three draft tokens."""
+    made = tuple(Cycle(e, a, s, 4, 3, min(a + (e > a), 3), s / 4, s / 2, s / 8, 0.0) for e, a, s in cycles)
     ids = tuple(range(1 + sum(c.emitted for c in made)))
     return Answer(method, prompt, task, turn, 0.0, 5, ids, "length", prefill, made)
 
 
 PLAIN = [answer("vanilla", "a", [(1, 0, 1.0)] * 6), answer("vanilla", "b", [(1, 0, 1.0)] * 2)]
 FAST = [answer("fast", "a", [(4, 3, 1.5), (2, 1, 1.5)]), answer("fast", "b", [(2, 2, 1.5)])]
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_is_worth() -> None:
+    """Bugs: padding counts as drafted, the prompt's token as a cycle's, or the seconds are the step's own instead of the clock's."""
+    made = answered(step(1, (0, 2)), step(2, (0, 1, 3), finish="length"), seconds=0.8)
+    assert made.token_ids == (7, 0, 1, 0, 1, 2)
+    assert (made.decoded, made.prefill_seconds, made.decode_seconds, made.seconds) == pytest.approx((5, 2.0, 1.6, 3.6))
+    assert [(c.emitted, c.accepted, c.nodes, c.candidates) for c in made.cycles] == [(2, 1, 7, 5), (3, 2, 7, 5)]
+    assert made.finish == "length"
+    assert metrics.tau_of([made]) == (2.5, None, None)
+
+
+def test_who_was_tested() -> None:
+    """Bugs: the tree's depth counts as drafted behind a node without children, padding counts as a child, a cut counts as a refusal."""
+    cycles = answered(
+        step(0, (0,)),  # both children refused
+        step(1, (0, 2)),  # 5 was there and refused
+        step(2, (0, 1, 3)),  # nothing was drafted behind 3
+        step(3, (0, 2, 5, 6)),  # nor behind 6
+        step(1, (0, 2, 5), emitted=1, finish="stop"),  # cut at an accepted token: 5 was accepted, but not handed out
+    ).cycles
+    assert [c.tested for c in cycles] == [1, 2, 2, 3, 1]
+    padded = step(0, (0,), ((-1, 0), (True, False)), finish="stop")
+    assert answered(padded).cycles[0].tested == 0
+
+
+def test_acceptance_by_depth_of_steps() -> None:
+    """Guards n-alpha's definition: of cycles that accepted n and had drafted one more, the share that accepted it."""
+    made = answered(step(0, (0,)), step(1, (0, 2)), step(2, (0, 1, 3)), step(3, (0, 2, 5, 6), finish="length"))
+    assert metrics.acceptance_by_depth([made], 5) == [0.75, round(2 / 3, 4), 1.0, None, None]
+
+
+def test_a_chain_that_drafts_less_than_asked() -> None:
+    """Bug: a method with two heads, or a lookup that finds two tokens, is refused a third one that it never drafted."""
+    chain = ((-1, 0, 1), (True, True, True))
+    made = answered(step(2, (0, 1, 2), chain), step(2, (0, 1, 2), chain), step(0, (0,), chain, finish="length"))
+    assert metrics.acceptance_by_depth([made], 5) == [round(2 / 3, 4), 1.0, None, None, None]
+
+
+def test_drawn_trees_are_not_compared_when_sampled() -> None:
+    """Bug: at a temperature a drawn tree's ids, another draw from the same law, are held against it; or nobody's are compared."""
+    one = step(0, (0,), finish="length")
+    drawn = Step(**{**vars(one), "draft": Draft(one.draft.tree, one.draft.tokens_BN, q_BNV=torch.ones(1, 7, 8))})  # type: ignore[union-attr]
+    first = (Step(1, (7,), 0, True, None), 1.0)
+    for given, temperature, comparable in ((one, 1.0, True), (drawn, 1.0, False), (drawn, 0.0, True)):
+        assert answer_from([first, (given, 1.0)], **{**ABOUT, "temperature": temperature}).comparable is comparable
+
+
+# --- figures -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_tau_speed_and_speedup() -> None:
@@ -31,15 +117,52 @@ def test_tau_speed_and_speedup() -> None:
     assert metrics.speedup(FAST, []) is None
 
 
-def test_intervals_hold_the_value_and_are_paired() -> None:
-    """Guards the bootstrap: prompts whose ratio is the same everywhere have no width, however their speeds differ."""
+def test_speedup_is_tau_over_c() -> None:
+    """Guards the three against each other: the definitions of DESIGN, section 6."""
+    row = next(r for r in metrics.rows([*PLAIN, *FAST], 1) if (r["task"], r["method"]) == ("all", "fast"))
+    assert row["c"] == pytest.approx(1.5)
+    assert row["speedup"] == pytest.approx(row["tau"] / row["c"], abs=1e-3)
+
+
+def test_intervals_are_paired() -> None:
+    """Bug: the two sides are resampled apart: prompts whose ratio is the same everywhere would get a width from their speeds."""
     plain = [answer("vanilla", str(i), [(1, 0, 0.1 * (i + 1))] * 4) for i in range(6)]
     twice = [answer("twice", str(i), [(2, 1, 0.1 * (i + 1))] * 2) for i in range(6)]
-    value, low, high = metrics.speedup(twice, plain)
-    assert (value, low, high) == pytest.approx((2, 2, 2))
+    assert metrics.speedup(twice, plain) == pytest.approx((2, 2, 2))
     value, low, high = metrics.tau_of(FAST)
-    assert low <= value <= high
-    assert low < high
+    assert low < value < high
+
+
+def test_an_interval_is_the_bootstrap_of_prompts() -> None:
+    """Guards width and place: of 60 prompts with ratios about 2, the percentiles of a plain resampling by hand; 2,000 draws of each leave
+    the ends uncertain by some 3 % of the width, a fifth of it is allowed."""
+    rng = np.random.default_rng(0)
+    over, under = rng.integers(5, 50, 60).astype(float), rng.integers(5, 25, 60).astype(float)
+    value, low, high = metrics.interval((over, under), lambda a, b: np.asarray(a) / np.asarray(b))
+    drawn = rng.integers(0, 60, (2000, 60))
+    left, right = np.percentile(over[drawn].sum(1) / under[drawn].sum(1), [2.5, 97.5])
+    assert value == pytest.approx(over.sum() / under.sum())
+    assert abs(low - left) < 0.2 * (right - left)
+    assert abs(high - right) < 0.2 * (right - left)
+    assert metrics.interval((over, under), lambda a, b: np.asarray(a) / np.asarray(b)) == (value, low, high), "seeded"
+
+
+def test_prompts_without_a_cycle() -> None:
+    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which is no JSON."""
+    empty = [answer(m, f"e{i}", []) for m in ("fast", "vanilla") for i in range(6)]
+    fast, plain = [*FAST, *empty[:6]], [*PLAIN, *empty[6:]]
+    assert metrics.tau_of(fast) == metrics.tau_of(FAST)
+    assert metrics.speedup(fast, plain) == metrics.speedup(FAST, PLAIN)
+    assert metrics.tau_of(empty) is None
+    assert metrics.speed_of(empty) == 0
+    row = metrics.rows(empty, 1)[-1]
+    assert row["tau"] is row["speedup"] is row["c"] is None
+
+
+def test_turns_stay_together() -> None:
+    """Guards the unit of resampling: two turns of one prompt are one sample, and one sample has no interval."""
+    turns = [answer("x", "a", [(2, 1, 1.0)], turn=0), answer("x", "a", [(1, 0, 1.0)], turn=1)]
+    assert metrics.tau_of(turns) == (1.5, None, None)
 
 
 def test_acceptance_by_depth() -> None:
@@ -47,30 +170,65 @@ def test_acceptance_by_depth() -> None:
     assert metrics.acceptance_by_depth(FAST, 3) == [1.0, round(2 / 3, 4), 1.0]  # b's cycle was cut behind its second draft token
     refused = [answer("x", "a", [(1, 0, 1.0), (2, 1, 1.0)])]
     assert metrics.acceptance_by_depth(refused, 4) == [0.5, 0.0, None, None]
+    untold = Answer(**{**vars(refused[0]), "cycles": (Cycle(3, 2, 1.0),)})
+    assert metrics.acceptance_by_depth([untold], 2) == [None, None], "transformers does not tell what it drafted"
+
+
+def test_tau_by_position() -> None:
+    """Guards the place of a cycle: the prompt, the prompt's own token, and what earlier cycles emitted stand before it."""
+    one = answer("x", "a", [(2, 1, 1.0), (4, 3, 1.0), (1, 0, 1.0)])  # 5 of the prompt + 1: at 6, 8 and 12
+    assert metrics.tau_by_position([one]) == [{"from": 4, "cycles": 1, "tau": 2.0}, {"from": 8, "cycles": 2, "tau": 2.5}]
+
+
+def test_cycle_split() -> None:
+    """Guards the host's share: what the stages leave of the whole cycle; a library that tells nothing has no split."""
+    assert metrics.cycle_split([answered(step(0, (0,), finish="stop"), seconds=1.0)]) == pytest.approx(
+        {"draft": 100, "target": 400, "verify": 200, "commit": 100, "host": 200}
+    )
+    assert metrics.cycle_split([Answer(**{**vars(PLAIN[0]), "cycles": (Cycle(1, 0, 1.0),)})]) == {}
+
+
+def test_utilisation() -> None:
+    """Guards R: 20 tokens/s of a model of 100 bytes, on a machine that reads 1,000 bytes/s, is twice what reading alone allows."""
+    assert metrics.utilisation(20.0, 100, 1000.0) == 2.0
+    assert metrics.utilisation(20.0, 100, None) is None
 
 
 def test_rows() -> None:
-    """Guards the summary's table: pooled rows, c against vanilla's step, texts that differ are named."""
-    wrong = [FAST[0].against(Differs(3, 0.5)), FAST[1]]
-    table = {(r["task"], r["method"]): r for r in metrics.rows([*PLAIN, *wrong], bytes_per_step=100, bandwidth=1000.0)}
-    assert set(table) == {(t, m) for t in ("chat", "all") for m in ("vanilla", "fast")}
+    """Guards the summary's table: pooled rows, texts that differ are named, sums, medians, memory, what a library does not tell."""
+    fast = [FAST[0].but(differs=Differs(3, 0.5), memory=Memory(900, 90)), FAST[1].but(memory=Memory(950, 70), prefill_seconds=3.0)]
+    theirs = [Answer(**{**vars(a), "method": "transformers", "cycles": tuple(Cycle(c.emitted, 0, 2.0) for c in a.cycles)}) for a in PLAIN]
+    table = {(r["task"], r["method"]): r for r in metrics.rows([*PLAIN, *theirs, *fast], bytes_per_step=100, bandwidth=1000.0)}
+    assert set(table) == {(t, m) for t in ("chat", "all") for m in ("vanilla", "transformers", "fast")}
     row = table["all", "fast"]
-    assert row["c"] == pytest.approx(1.5)
-    assert row["equal"] is False
-    assert row["differ"] == [["a", 0, 3, 0.5]]
+    assert (row["equal"], row["differ"]) == (False, [["a", 0, 3, 0.5]])
     assert row["R"] == pytest.approx(round(8 / 4.5, 2) * 100 / 1000, abs=1e-3)
-    assert (row["drafted"], row["accepted"]) == (9, 6)
+    assert (row["prompts"], row["tokens"], row["cycles"], row["nodes"], row["drafted"], row["accepted"]) == (2, 10, 3, 4.0, 9, 6)
+    assert row["speedup_vs_transformers"] == pytest.approx((8 / 4.5) / (8 / 16), abs=1e-4)
+    assert (row["first_token_ms"], row["memory_bytes"]) == (2000, 90)
     assert table["all", "vanilla"]["speedup"] == 1.0
+    assert table["all", "vanilla"]["memory_bytes"] is None
     assert sum(row["cycle_ms"].values()) == pytest.approx(1500, rel=1e-3)
+    other = table["all", "transformers"]
+    assert (other["drafted"], other["nodes"], other["acceptance_by_depth"], other["cycle_ms"]) == (None, None, [], {})
 
 
-def test_turns_stay_together() -> None:
-    """Guards the unit of resampling: two turns of one prompt are one sample, so there is nothing to resample."""
-    turns = [answer("x", "a", [(2, 1, 1.0)], turn=0), answer("x", "a", [(1, 0, 1.0)], turn=1)]
-    assert metrics.tau_of(turns) == (1.5, 1.5, 1.5)
+def test_pooling_is_over_prompts() -> None:
+    """Bug: tasks or temperatures leak into each other, or a task's mean is pooled instead of its prompts."""
+    slow = answer("fast", "c", [(1, 0, 3.0)] * 4, task="maths")
+    warm = Answer(**{**vars(slow), "temperature": 1.0})
+    rows = {(r["temperature"], r["task"]): r for r in metrics.rows([*FAST, slow, warm], 1)}
+    assert {key: r["tau"] for key, r in rows.items()} == {
+        (0.0, "chat"): round(8 / 3, 4), (0.0, "maths"): 1.0, (0.0, "all"): round(12 / 7, 4), (1.0, "maths"): 1.0, (1.0, "all"): 1.0
+    }  # fmt: skip
 
 
 def test_lines_go_round() -> None:
-    """Guards the file: what is written is what is read."""
-    for one in (FAST[0], FAST[1].against(Differs(1, 0.25))):
+    """Guards the file: what is written is what is read; a line of another version is an error of its own."""
+    full = FAST[1].but(differs=Differs(1, None), memory=Memory(5, None), around=Used(3.0, None), turns=2)
+    for one in (FAST[0], full):
         assert Answer.from_json(one.to_json()) == one
+    for found in ({**full.to_json(), "cycles": [[1] * 11]}, {k: v for k, v in full.to_json().items() if k != "around"}):
+        with pytest.raises((TypeError, KeyError)):
+            Answer.from_json(found)
+    assert not any(math.isnan(x) for x in full.to_json()["cycles"][0])

@@ -1,8 +1,8 @@
 """Honest comparisons: methods x prompts x temperatures, prompt by prompt, with what it takes to believe them.
 
-tasks.py        prompts: bundled, public sets, the user's own              record.py    an Answer: what is written down
+tasks/          prompts: bundled, public sets, the user's own              record.py    an Answer: what is written down
 contestants.py  methods of eyas; transformers' generate                    metrics.py   figures from Answers (pure)
 run.py          asks, compares texts, goes on where it was stopped         probe.py     drafted trees node by node
-cost.py         bandwidth, a pass's time against nodes                     simulate.py  given acceptance rates instead of verification
-machine.py      what it ran on, and whether it was busy                    report.py, plots.py   JSON, Markdown, HTML
+cost.py         bandwidth, memory, a pass's time against nodes             simulate.py  given acceptance rates instead of verification
+machine.py      what it ran on, and whether it was busy                    summary.py, report.py, plots.py   JSON, Markdown, HTML, SVG
 """

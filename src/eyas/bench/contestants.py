@@ -1,32 +1,38 @@
 """What a bench lets run against each other: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
 
-A contestant answers one question at a time, alone in its batch. Seconds of a step are those of the whole cycle; with transformers they are
-the time between two deliveries to its streamer, which gets one token a step, or all that an assisted step accepted.
+A contestant answers one question at a time, alone in its batch. The clock runs from the question: the first token's seconds hold whatever
+is made ready for it (caches, generate's own preparations), a cycle's run from the end of the one before to its own. With transformers an
+end is a delivery to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps is not counted.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from eyas.bench.record import Answer, Cycle, answer_from
-from eyas.decode import Decoder, Request, Verify, Watch
+from eyas.bench import cost
+from eyas.bench.record import Answer, Cycle, Memory, answer_from
+from eyas.decode import Decoder, Request, Step, Verify, Watch
 from eyas.drafters import Drafter
+from eyas.drafters._merge import Merged
 from eyas.errors import ModelError
 from eyas.sampling import Sampling
 from eyas.target import Target
+from eyas.train.record import options_of
 from eyas.verify import verify
 
 __all__ = ["Contestant", "Drafting", "Question", "Transformers"]
 
-LOOKUP_TOKENS = 10  # what transformers' own documentation uses for prompt_lookup_num_tokens
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens; what Spec-Bench gives prompt lookup (evaluation/inference_pld.py)
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,49 @@ class Drafting(Contestant):
         self.name, self.drafter, self.head, self.verify = name, drafter, head, verify
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
+        device = self.drafter.target.device
+        before = cost.memory(device)
+        answer = answer_from(self._timed(question.request, watch), **question.about(self.name))
+        return answer.but(memory=_memory(device, before))
+
+    def _timed(self, request: Request, watch: Watch | None) -> Iterator[tuple[Step, float]]:
+        """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
+        since = time.perf_counter()
         decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch)
-        decoder.add(question.request)
-        steps = []
+        decoder.add(request)
         while not decoder.finished:
-            steps += decoder.step()
-        return answer_from(steps, **question.about(self.name))
+            for step in decoder.step():
+                yield step, step.at - since
+                since = step.at
+            since = time.perf_counter()
 
     def describe(self) -> dict[str, Any]:
-        net = self.drafter.net
-        parameters = {} if net is None else {"parameters": sum(p.numel() for p in net.parameters())}
-        return {"tree": self.drafter.describe(), **parameters, **({"head": self.head} if self.head else {})}
+        parts = _parts(self.drafter)
+        nets = [part.net for part in parts if part.net is not None]
+        about: dict[str, Any] = {"tree": self.drafter.describe(), "options": [options_of(part.options) for part in parts]}
+        if nets:
+            about["parameters"] = sum(p.numel() for net in nets for p in net.parameters())
+            about["weights"] = f"{_checksum(nets):08x}"
+        return {**about, **({"head": self.head} if self.head else {})}
+
+
+def _parts(drafter: Drafter) -> tuple[Drafter, ...]:
+    """The methods that draft together."""
+    return tuple(inner for part in drafter.parts for inner in _parts(part)) if isinstance(drafter, Merged) else (drafter,)
+
+
+def _checksum(nets: Sequence[nn.Module]) -> int:
+    """CRC-32 of every weight: heads that lie in the same place one after another are told apart."""
+    found = 0
+    for net in nets:
+        for value in net.state_dict().values():
+            found = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), found)
+    return found
+
+
+def _memory(device: torch.device, before: int | None) -> Memory:
+    peak = cost.peak_memory(device)
+    return Memory(peak, None if before is None else peak - before)
 
 
 class _Deliveries(BaseStreamer):
@@ -84,11 +122,11 @@ class _Deliveries(BaseStreamer):
 
     def __init__(self) -> None:
         self.at: list[float] = []
-        self.tokens: list[int] = []
+        self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
         self.at.append(time.perf_counter())
-        self.tokens.append(value.numel())
+        self.counts.append(value.numel())
 
     def end(self) -> None:
         pass
@@ -105,10 +143,11 @@ class Transformers(Contestant):
 
     def answer(self, question: Question) -> Answer:
         request, deliveries = question.request, _Deliveries()
-        ids_1T = torch.tensor([request.prompt], device=self.target.device)
         model: Any = self.target.model
+        before = cost.memory(self.target.device)
         torch.manual_seed(request.sampling.seed)
         began = time.perf_counter()
+        ids_1T = torch.tensor([request.prompt], device=self.target.device)
         with torch.inference_mode():
             try:
                 found = model.generate(
@@ -117,14 +156,28 @@ class Transformers(Contestant):
                 )  # fmt: skip
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ModelError(f"{self.name}: transformers refuses: {' '.join(str(error).split())[:200]}") from error
-        new = tuple(found[0, len(request.prompt) :].tolist())
-        at, counts = deliveries.at[1:], deliveries.tokens[1:]  # the first delivery is the prompt
-        cycles = tuple(Cycle(n, n - 1, 0, 0, 0, end - begin) for begin, end, n in zip(at, at[1:], counts[1:], strict=False))
+        new = _cut(found[0, len(request.prompt) :].tolist(), request)
+        at, counts = deliveries.at[1:], _fit(deliveries.counts[1:], len(new))  # the first delivery is the prompt
+        cycles = tuple(Cycle(n, n - 1, end - begin) for begin, end, n in zip(at, at[1:], counts[1:], strict=False) if n)
         finish = "stop" if new and new[-1] in request.eos else "length"
         return Answer(
             token_ids=new, finish=finish, prefill_seconds=at[0] - began, cycles=cycles, comparable=request.sampling.greedy,
-            **question.about(self.name),
+            memory=_memory(self.target.device, before), **question.about(self.name),
         )  # fmt: skip
+
+
+def _cut(new: Sequence[int], request: Request) -> tuple[int, ...]:
+    """Up to the first token that ends a text, and no longer than asked: some versions deliver what an assisted step accepted behind it."""
+    end = next((i + 1 for i, token in enumerate(new) if token in request.eos), len(new))
+    return tuple(new[: min(end, request.max_new_tokens)])
+
+
+def _fit(counts: Sequence[int], total: int) -> list[int]:
+    """The deliveries that make up so many tokens."""
+    fitted = list[int]()
+    for count in counts:
+        fitted.append(min(count, total - sum(fitted)))
+    return fitted
 
 
 def _ends(request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from eyas.target import Target
 from eyas.tree import Tree
 
-__all__ = ["bandwidth", "bytes_per_step", "peak_memory", "verify_cost"]
+__all__ = ["bandwidth", "bytes_per_step", "memory", "peak_memory", "verify_cost"]
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 7
@@ -29,15 +29,29 @@ def bytes_per_step(target: Target) -> int:
     return int(sum(p.numel() * p.element_size() for p in model.parameters()) - skip)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads from memory, all threads together: the best of some sums over much more than its caches."""
-    numbers = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes per second that this device reads from memory, all threads together: the best of some sums over much more than its caches.
+
+    None where the memory is too full to tell.
+    """
+    try:
+        numbers = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+    except RuntimeError:  # out of memory
+        return None
     best = min(_seconds(lambda: numbers.sum(), device) for _ in range(REPEATS))
     return numbers.numel() * numbers.element_size() / best
 
 
+def memory(device: torch.device) -> int | None:
+    """Bytes of the accelerator that are in use, from where its peak is counted anew; None without one."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that were in use: of the accelerator by torch, else of the process."""
+    """Most bytes that were in use: of the accelerator since `memory` was asked, else of the process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -47,7 +61,8 @@ def peak_memory(device: torch.device) -> int:
 @torch.inference_mode()
 def verify_cost(target: Target, context: int = 256, nodes: Sequence[int] = NODES) -> list[dict[str, float]]:
     """Median seconds of one pass over a chain of that many nodes behind `context` committed tokens, one row; interleaved."""
-    context = min(context, target.context - max(nodes) - 1)
+    nodes = [n for n in nodes if n <= max(1, target.context // 2)]
+    context = min(context, target.context - max(nodes))
     session = target.open(1)
     session.reserve(context + 2 * max(nodes))
     session.prefill(0, [7 % target.vocab_size] * context)

@@ -2,7 +2,7 @@
 
     before = snapshot()
     ...                                             what is measured
-    busy(before, threads)                           a warning, or None
+    busy(used(before), threads)                     a warning, or None
     card(before, dtype="float32", device="cpu")     what stands beside every number
 
 What others used = what the cores that we may use did, less what this process and its children did. A limit in CPU seconds that a
@@ -18,14 +18,14 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
 from eyas import __version__
 
-__all__ = ["Snapshot", "busy", "card", "commit", "cpu_name", "gpus", "snapshot", "versions"]
+__all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "cpu", "cpu_name", "gpus", "snapshot", "used", "versions"]
 
 CLONE = Path(__file__).parents[3]  # where .git is, if eyas runs from a clone
 MUCH = 0.1  # share of the cores that others may use without a word
@@ -48,23 +48,34 @@ def snapshot() -> Snapshot:
     return Snapshot(time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
 
 
-def busy(before: Snapshot, threads: int, after: Snapshot | None = None) -> str | None:
-    """A line when other processes used much CPU since `before`; None when they did not, or when the system does not tell.
+class Used(NamedTuple):
+    """A stretch of time, or several together."""
 
-    threads: of ours. after: the end of what was measured; now when left out.
-    """
+    seconds: float  # of a clock
+    others: float | None  # CPU seconds that other processes used meanwhile, of the cores that we may use; None: the system does not tell
+
+
+def used(before: Snapshot, after: Snapshot | None = None) -> Used:
+    """What happened since `before`, until `after` or now."""
     after = after or snapshot()
     seconds = after.seconds - before.seconds
-    if before.all_seconds is None or after.all_seconds is None or seconds < SHORTEST_SECONDS:
+    if before.all_seconds is None or after.all_seconds is None:
+        return Used(seconds, None)
+    return Used(seconds, after.all_seconds - before.all_seconds - (after.own_seconds - before.own_seconds))
+
+
+def busy(meanwhile: Used, threads: int) -> str | None:
+    """A line when other processes used much CPU; None when they did not, or when the system does not tell. threads: of ours."""
+    if meanwhile.others is None or meanwhile.seconds < SHORTEST_SECONDS:
         return None
-    cores = len(_cores())
-    others = (after.all_seconds - before.all_seconds - (after.own_seconds - before.own_seconds)) / seconds
-    if others < MUCH * cores:
+    there, others = len(cores()), meanwhile.others / meanwhile.seconds
+    if others < MUCH * there:
         return None
-    took = f"other processes used {others:.1f} of {cores} cores meanwhile"
-    if others + threads > cores:
-        return f"{took}, beside {threads} threads of ours: the times are too long, measure again when the machine is idle"
-    return f"{took}: caches, memory and clock are shared, so the times may be too long"
+    took = f"other processes used {others:.1f} of {there} cores meanwhile"
+    if others + threads <= there:
+        return f"{took}: caches, memory and clock are shared, so the times may be too long"
+    ours = f"{threads} thread{'s' * (threads > 1)} of ours"
+    return f"{took}, beside {ours}: the times are too long, measure again when the machine is idle"
 
 
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
@@ -75,7 +86,7 @@ def card(before: Snapshot | None = None, *, dtype: str | None = None, device: st
     memory = psutil.virtual_memory()
     return {
         "cpu": cpu_name(),
-        "cores": len(_cores()),
+        "cores": len(cores()),
         "physical_cores": psutil.cpu_count(logical=False),
         "threads": torch.get_num_threads(),
         "memory_bytes": memory.total,
@@ -91,15 +102,25 @@ def card(before: Snapshot | None = None, *, dtype: str | None = None, device: st
     }
 
 
+def cpu() -> dict[str, str]:
+    """What Linux tells about the first processor, "model name" and "flags" among it; nothing elsewhere."""
+    told, found = Path("/proc/cpuinfo"), dict[str, str]()
+    for line in told.read_text(errors="replace").splitlines() if told.is_file() else ():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
 def cpu_name() -> str:
     """What the maker calls it; the architecture where nobody tells."""
-    told = Path("/proc/cpuinfo")
-    if told.is_file():
-        lines = told.read_text(errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    else:
-        name = _says("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
-    return name or platform.machine()
+    return cpu().get("model name") or _says("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -113,15 +134,15 @@ def gpus() -> list[dict[str, Any]]:
     return []
 
 
-def versions() -> dict[str, str | None]:
-    """Of eyas and of what a speed depends on; None = not installed."""
-    found: dict[str, str | None] = {"eyas": __version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of eyas and of what a speed depends on."""
+    found = {"eyas": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found | {"cuda": torch.version.cuda}
+            found[name] = "missing"
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def commit(clone: Path = CLONE) -> str | None:
@@ -142,17 +163,10 @@ def _says(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cores() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def _all_seconds() -> float | None:
     try:
         times = psutil.cpu_times(percpu=True)
-        ours = [times[core] for core in _cores()]
+        ours = [times[core] for core in cores()]
     except (OSError, IndexError, NotImplementedError, psutil.Error):  # a container may hide /proc/stat, or some cores of it
         return None
     return float(sum(value for core in ours for name, value in core._asdict().items() if name not in IDLE))

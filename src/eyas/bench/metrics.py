@@ -2,9 +2,10 @@
 
     tau       tokens that a cycle emits, the bonus included            R   tokens/s over (memory bandwidth / bytes of weights per step)
     c         time of a cycle over the time of a vanilla step          n-alpha   acceptance in a chain after n accepted draft tokens
-    speed-up  decoding tokens/s over that of a baseline on the very same prompts; about tau / c
+    speed-up  decoding tokens/s over that of a baseline on the very same prompts, = tau / c
 
-Intervals are 95 %, bootstrap over prompts (a prompt's turns stay together), seeded; ratios of two contestants are paired by prompt.
+All are ratios of sums: long answers weigh more. Intervals are 95 %, bootstrap over prompts (a prompt's turns stay together), seeded;
+ratios of two contestants are paired by prompt. One prompt has no interval.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ __all__ = [
     "rows",
     "speed_of",
     "speedup",
+    "tau_by_position",
     "tau_of",
     "utilisation",
 ]
 
-Interval = tuple[float, float, float]  # value, low, high
+Interval = tuple[float, float | None, float | None]  # value, low, high
 RESAMPLES = 2000
 Sums = Mapping[str, np.ndarray]  # sums over the turns of each prompt, in one order of the prompts
 
@@ -60,18 +62,24 @@ def _sums(answers: Iterable[Answer], prompts: Sequence[str]) -> Sums:
 
 
 def interval(columns: Sequence[np.ndarray], statistic: Callable[..., Any]) -> Interval | None:
-    """The statistic of sums over prompts, resampled; None where it cannot be told."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(*(c.sum() for c in columns)))
-        if not np.isfinite(value):
-            return None
-        if len(columns[0]) < 2:
-            return value, value, value
+    """The statistic of sums over prompts, resampled; None where it cannot be told.
 
-        def of_sums(*c: np.ndarray, axis: int = -1) -> Any:
-            return statistic(*(x.sum(axis) for x in c))
+    columns: over and under each fraction in turn. A prompt without anything under one (no cycle: its answer was one token) is left out.
+    """
+    kept = np.all([under > 0 for under in columns[1::2]], axis=0)
+    columns = [c[kept] for c in columns]
+    if not len(columns[0]):
+        return None
+    value = float(statistic(*(c.sum() for c in columns)))
+    if not np.isfinite(value):
+        return None
+    if len(columns[0]) < 2:
+        return value, None, None
 
-        found = bootstrap(tuple(columns), of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0)
+    def of_sums(*c: np.ndarray, axis: int = -1) -> Any:
+        return statistic(*(x.sum(axis) for x in c))
+
+    found = bootstrap(tuple(columns), of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0)
     low, high = found.confidence_interval
     return value, float(low), float(high)
 
@@ -107,7 +115,7 @@ def speedup(answers: Sequence[Answer], base: Sequence[Answer], whole: bool = Fal
 
 
 def cycle_split(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean milliseconds of a cycle by stage; what no stage claims is the host's."""
+    """Mean milliseconds of a cycle by stage, as the host saw them; what no stage claims is the host's."""
     cycles = [c for a in answers for c in a.cycles if c.draft is not None]
     if not cycles:
         return {}
@@ -122,15 +130,29 @@ def utilisation(tokens_per_second: float, bytes_per_step: float, bandwidth: floa
 
 
 def acceptance_by_depth(answers: Iterable[Answer], depth: int = 8) -> list[float | None]:
-    """Of cycles whose first d draft tokens were accepted, the share whose next one was too, d = 0, 1, ...; None where none got there."""
-    reached, accepted = np.zeros(depth), np.zeros(depth)
+    """Of cycles whose first d draft tokens were accepted and that had drafted one behind them, the share that accepted one there too;
+    d = 0, 1, ...; None where no cycle got there.
+
+    Of chains this is n-alpha (EAGLE-1, section 5). A cycle that was cut at its d-th draft token says nothing about the next one.
+    """
+    tested, accepted = np.zeros(depth), np.zeros(depth)
+    for cycle in (c for a in answers for c in a.cycles if c.tested is not None):
+        tested[: cycle.tested] += 1
+        accepted[: cycle.accepted] += 1
+    return [round(float(a / r), 4) if r else None for a, r in zip(accepted, tested, strict=True)]
+
+
+def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
+    """Tokens per cycle by the tokens that stood before the cycle, the prompt's included: `from` a power of two up to the next one."""
+    sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for answer in answers:
+        position = answer.prompt_tokens + len(answer.token_ids) - answer.decoded
         for cycle in answer.cycles:
-            if cycle.candidates:
-                accepted[: min(cycle.accepted, depth)] += 1
-                # a cycle that was cut at its last accepted token says nothing about the next one
-                reached[: min(cycle.accepted + (cycle.emitted > cycle.accepted), cycle.depth, depth)] += 1
-    return [round(float(a / r), 4) if r else None for a, r in zip(accepted, reached, strict=True)]
+            place = sums[1 << (position.bit_length() - 1)]
+            place[0] += 1
+            place[1] += cycle.emitted
+            position += cycle.emitted
+    return [{"from": begin, "cycles": n, "tau": round(tokens / n, 4)} for begin, (n, tokens) in sorted(sums.items())]
 
 
 def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | None = None) -> list[dict[str, Any]]:
@@ -154,7 +176,8 @@ def _row(mine: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
     cycles, base_cycles = sum(len(a.cycles) for a in mine), sum(len(a.cycles) for a in vanilla)
     step = sum(a.decode_seconds for a in vanilla) / base_cycles if base_cycles else None
     fast, tau = speedup(mine, vanilla), tau_of(mine)
-    drafted = sum(c.candidates for a in mine for c in a.cycles)
+    known = [c for a in mine for c in a.cycles if c.candidates is not None and c.nodes is not None]  # None of what a library does not tell
+    drafted, accepted = sum(c.candidates or 0 for c in known), sum(c.accepted for a in mine for c in a.cycles)
     return {
         "prompts": len(by_prompt(mine)),
         "tokens": sum(len(a.token_ids) for a in mine),
@@ -168,11 +191,15 @@ def _row(mine: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "c": _rounded(sum(a.decode_seconds for a in mine) / cycles / step) if cycles and step else None,
         "equal": all(a.differs is None for a in mine) if any(a.comparable for a in mine) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in mine if a.differs is not None],
-        "drafted": drafted,
-        "accepted": sum(c.accepted for a in mine for c in a.cycles),
+        "cycles": cycles,
+        "nodes": _rounded(sum(c.nodes or 0 for c in known) / len(known), 2) if known else None,
+        "drafted": drafted if known else None,
+        "accepted": accepted,
         "acceptance_by_depth": acceptance_by_depth(mine) if drafted else [],
+        "tau_by_position": tau_by_position(mine),
         "cycle_ms": {name: round(value, 3) for name, value in cycle_split(mine).items()},
         "first_token_ms": round(1e3 * float(np.median([a.prefill_seconds for a in mine])), 2),
+        "memory_bytes": max((a.memory.beyond for a in mine if a.memory and a.memory.beyond is not None), default=None),
     }
 
 
@@ -180,5 +207,5 @@ def _rounded(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(float(value), digits)
 
 
-def _interval(found: Interval | None) -> list[float] | None:
-    return None if found is None else [round(x, 4) for x in found]
+def _interval(found: Interval | None) -> list[float | None] | None:
+    return None if found is None else [_rounded(x) for x in found]

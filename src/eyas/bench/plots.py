@@ -141,7 +141,7 @@ def _probes(summary: Summary, part: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _positions(summary: Summary) -> Figure | None:
-    found = _probes(summary, "positions")
+    found = {name: probe for name, probe in _probes(summary, "positions").items() if "alpha" in probe["positions"][0]}
     if not found:
         return None
     columns = min(3, len(found))

@@ -2,18 +2,20 @@
 
 Looked at are nodes whose parent was accepted: the target's law p there is known, and the draft stood on the target's own text. Of each:
 
-    hit         whether it is the token that the target drew there
-    min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     by depth and rank among its siblings
+    hit         whether it was accepted                                                               by depth and rank among its siblings
+    min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     likewise
     q           the draft's confidence: how often it is right when it says so (EAGLE-2, figure 6)      in bins
 
-Chains (`Drafter.chain`) give n-alpha at every temperature. This module measures no time.
+A rank is the drafter's own order: 0 is its first choice. q and p are given the parent; of a greedy row they are the laws at temperature 1.
+Drafts without a q have hits only. Chains (`Drafter.chain`) give n-alpha at every temperature, drawn as the method draws there.
+This module measures no time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,19 +32,21 @@ __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 
 BINS = 10  # of confidence
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
+NEW_TOKENS = 64  # at most, of an answer that is looked at
+FEWEST = 10  # nodes of a position; of fewer no rate is told
 
 
 @dataclass
 class Probe:
     """Sums over cycles. One row at a time."""
 
-    positions: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))  # n, hits, alpha, alpha^2
-    bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(BINS)])  # n, hits, sum of q
+    # sums of 1, hits, alphas and their squares by (depth, rank); of 1, hits, q and alphas by q
+    positions: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(BINS)])
+    scored: bool = False  # whether the draft has a q
 
     def watch(self, roots: Roots, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
         """One cycle, as `Decoder(watch=...)` shows it."""
-        if draft.score_BN is None or draft.tree.nodes == 1:
-            return
         tree, tokens_N, scores_NV = draft.tree, draft.tokens_BN[0], scores_BNV[0]
         path_P = verdict.path_BP[0][: int(verdict.length_B[0])]
         accepted_N = torch.zeros(tree.nodes, dtype=torch.bool, device=tokens_N.device).index_fill_(0, path_P, True)
@@ -51,7 +55,9 @@ class Probe:
         if not len(looked_M):
             return
         law_MV = scores_NV[parent_N[looked_M]].softmax(-1)
-        p_M, q_M = law_MV.gather(1, tokens_N[looked_M, None])[:, 0], draft.score_BN[0, looked_M].exp()
+        p_M = law_MV.gather(1, tokens_N[looked_M, None])[:, 0]
+        self.scored = draft.score_BN is not None
+        q_M = torch.ones_like(p_M) if draft.score_BN is None else draft.score_BN[0, looked_M].exp()
         alpha_M = (p_M / q_M.clamp(min=1e-30)).clamp(max=1)
         columns = (parent_N[looked_M], tree.depth_BN[0, looked_M], accepted_N[looked_M], alpha_M, q_M)
         self._add(zip(*(x.tolist() for x in columns), strict=True))
@@ -62,35 +68,38 @@ class Probe:
             rank, ranks[parent] = ranks[parent], ranks[parent] + 1
             for i, value in enumerate((1.0, hit, alpha, alpha * alpha)):
                 self.positions[int(depth), rank][i] += value
-            for i, value in enumerate((1.0, hit, q)):
+            for i, value in enumerate((1.0, hit, q, alpha)):
                 self.bins[min(int(q * BINS), BINS - 1)][i] += value
 
     def calibration_error(self) -> float | None:
         """Expected calibration error: mean distance of confidence and hit rate over the bins, weighed by their nodes."""
-        total = sum(n for n, _, _ in self.bins)
-        return sum(abs(q - hits) for _, hits, q in self.bins) / total if total else None
+        total = sum(n for n, *_ in self.bins)
+        return sum(abs(q - hits) for _, hits, q, _ in self.bins) / total if total and self.scored else None
 
     def to_json(self) -> dict[str, Any]:
         """Counts and rates; positions that were seen fewer than ten times are left out."""
         positions = []
         for (depth, rank), (n, hits, alpha, square) in sorted(self.positions.items()):
-            if n >= 10:
+            if n >= FEWEST:
                 mean = alpha / n
                 spread = max(0.0, square / n - mean * mean) ** 0.5
-                positions.append(
-                    {"depth": depth, "rank": rank, "n": int(n), "hit": round(hits / n, 4), "alpha": round(mean, 4), "sd": round(spread, 4)}
-                )
+                rates = {"alpha": round(mean, 4), "sd": round(spread, 4)} if self.scored else {}
+                positions.append({"depth": depth, "rank": rank, "n": int(n), "hit": round(hits / n, 4), **rates})
         error = self.calibration_error()
-        bins = [{"n": int(n), "confidence": round(q / n, 4), "hit": round(hits / n, 4)} for n, hits, q in self.bins if n]
+        bins = [
+            {"n": int(n), "confidence": round(q / n, 4), "hit": round(hits / n, 4), "alpha": round(alpha / n, 4)}
+            for n, hits, q, alpha in self.bins
+            if n and self.scored
+        ]
         return {"positions": positions, "bins": bins, "calibration_error": None if error is None else round(error, 4)}
 
 
 def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant and temperature, what was found) from so many of the bench's prompts, spread evenly; their first turns only."""
+    """(contestant and temperature, what was found) from so many of the bench's prompts, spread evenly: first turns, their begin."""
     step = max(1, len(bench.prompts) // max(1, prompts))
     chosen = bench.prompts[::step][:prompts]
     for temperature in bench.temperatures if chosen else ():
-        questions = [next(bench.questions(prompt, temperature)) for prompt in chosen]
+        questions = [_short(next(bench.questions(prompt, temperature))) for prompt in chosen]
         for contestant in bench.contestants:
             if not isinstance(contestant, Drafting):
                 continue
@@ -98,8 +107,13 @@ def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
             for question in questions:
                 contestant.answer(question, found.watch)
             seen = {**found.to_json(), "n_alpha": chain_alpha(contestant, questions)}
-            if seen["bins"] or seen["n_alpha"]:
+            if found.positions or seen["n_alpha"]:
                 yield contestant.name + (f", T = {temperature:g}" if len(bench.temperatures) > 1 else ""), seen
+
+
+def _short(question: Question) -> Question:
+    request = question.request
+    return replace(question, request=replace(request, max_new_tokens=min(request.max_new_tokens, NEW_TOKENS)))
 
 
 def chain_alpha(contestant: Drafting, questions: Sequence[Question]) -> list[float | None] | None:

@@ -1,31 +1,33 @@
 """What a bench writes down: one Answer for each contestant, prompt, turn and temperature; a line of JSON each.
 
-An Answer holds its cycles, so that every figure can be found again from the file. This module knows no model and computes no figure.
+An Answer holds its cycles, so that every figure can be found again from the file. This module knows no model and no clock, and computes
+no figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from eyas.bench.machine import Used
 from eyas.decode import Step
 
-__all__ = ["FORMAT", "Answer", "Cycle", "Differs", "answer_from"]
+__all__ = ["FORMAT", "Answer", "Cycle", "Differs", "Memory", "answer_from"]
 
-FORMAT = 1  # of the lines and of the summary; another number is refused
+FORMAT = 2  # of the lines and of the summary; another number is refused
 
 
 class Cycle(NamedTuple):
-    """One pass of the target after the prompt's own. Seconds by the host's clock; None where a library does not tell."""
+    """One pass of the target after the prompt's own. None where a library does not tell."""
 
     emitted: int  # tokens, after cutting
     accepted: int  # of them drafted
-    nodes: int  # verified, the root and padding included
-    candidates: int  # draft tokens among them that could have been accepted
-    depth: int  # most draft tokens on a path
-    seconds: float
-    draft: float | None = None
+    seconds: float  # from the end of the cycle before to the end of this one, by the host's clock
+    nodes: int | None = None  # verified, the root and padding included
+    candidates: int | None = None  # draft tokens among them that could have been accepted
+    tested: int | None = None  # accepted, and one more where a draft token stood behind them and was refused
+    draft: float | None = None  # seconds by stage, by the host's clock
     target: float | None = None
     verify: float | None = None
     commit: float | None = None
@@ -35,7 +37,14 @@ class Differs(NamedTuple):
     """Where an answer leaves plain decoding's."""
 
     at: int  # index of the first new token that differs
-    margin: float  # between the two best scores there, as plain decoding saw them
+    margin: float | None  # between the two best scores there, as plain decoding saw them; None: there was no second one, or one text ended
+
+
+class Memory(NamedTuple):
+    """Bytes in use at most: of the accelerator during this answer, of the process until its end where there is none."""
+
+    peak: int
+    beyond: int | None  # of the former beyond what was in use before; None without an accelerator
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,13 @@ class Answer:
     prompt_tokens: int
     token_ids: tuple[int, ...]
     finish: str  # "stop" | "length"
-    prefill_seconds: float  # until the first token
+    prefill_seconds: float  # from the question to the first token
     cycles: tuple[Cycle, ...]
     comparable: bool = True  # whether its ids must be plain decoding's: greedy, or chosen trees with the same seed
     differs: Differs | None = None  # None: equal, or not comparable
+    memory: Memory | None = None
+    around: Used | None = None  # while this prompt was asked, of everybody; the same in all its answers
+    turns: int = 1  # that were asked of this prompt
 
     @property
     def seconds(self) -> float:
@@ -74,32 +86,44 @@ class Answer:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Answer:
-        differs = found.pop("differs")
-        cycles = tuple(Cycle(*c) for c in found.pop("cycles"))
-        ids = tuple(found.pop("token_ids"))
-        return cls(**found, cycles=cycles, token_ids=ids, differs=None if differs is None else Differs(*differs))
+        """TypeError or KeyError when it was written by another version."""
+        records = {"differs": Differs, "memory": Memory, "around": Used}
+        whole = {name: None if found[name] is None else record(*found[name]) for name, record in records.items()}
+        ids, cycles = tuple(found["token_ids"]), tuple(Cycle(*c) for c in found["cycles"])
+        return cls(**{**found, **whole, "token_ids": ids, "cycles": cycles})
 
-    def against(self, differs: Differs | None) -> Answer:
-        return replace(self, differs=differs)
+    def but(self, **changes: Any) -> Answer:
+        return replace(self, **changes)
 
 
-def answer_from(steps: Sequence[Step], **about: Any) -> Answer:
-    """The Answer that a request's Steps make. `about`: the fields that Steps do not know."""
-    first, cycles = steps[0], [_cycle(step) for step in steps[1:]]
-    assert first.prefill
-    finish = steps[-1].finish
+def answer_from(timed: Iterable[tuple[Step, float]], **about: Any) -> Answer:
+    """The Answer that a request's Steps make, each with its seconds. `about`: the fields that Steps do not know.
+
+    Steps are taken one by one and forgotten: the laws that a drawn tree carries would fill the memory.
+    """
+    ids, cycles, drawn, prefill, finish = list[int](), list[Cycle](), False, 0.0, None
+    for step, seconds in timed:
+        ids += step.tokens
+        finish = step.finish
+        if step.prefill:
+            prefill = seconds
+        else:
+            cycles.append(_cycle(step, seconds))
+            drawn |= step.draft is not None and step.draft.q_BNV is not None
     assert finish is not None
-    drawn = any(s.draft is not None and s.draft.q_BNV is not None for s in steps)
     return Answer(
-        token_ids=tuple(t for s in steps for t in s.tokens), finish=finish, prefill_seconds=first.seconds,
-        cycles=tuple(cycles), comparable=about["temperature"] == 0 or not drawn, **about,
+        token_ids=tuple(ids), finish=finish, prefill_seconds=prefill, cycles=tuple(cycles),
+        comparable=about["temperature"] == 0 or not drawn, **about,
     )  # fmt: skip
 
 
-def _cycle(step: Step) -> Cycle:
+def _cycle(step: Step, seconds: float) -> Cycle:
     assert step.draft is not None
-    parts, candidates = step.parts, step.draft.tree.candidate_BN[step.row]
-    stages = (parts.get(name) for name in ("draft", "target", "verify", "commit"))
+    tree = step.draft.tree
+    candidate_N, parent_N = tree.candidate_BN[step.row], tree.parents_BN[step.row]
+    behind = bool((candidate_N & (parent_N == step.path[step.accepted])).any())  # of the last accepted token
+    refused = behind and len(step.tokens) > step.accepted  # a cycle that was cut at an accepted token says nothing about the next one
     return Cycle(
-        len(step.tokens), step.accepted, candidates.numel(), int(candidates.sum()) - 1, step.draft.tree.max_depth, step.seconds, *stages
-    )
+        len(step.tokens), step.accepted, seconds, candidate_N.numel(), int(candidate_N.sum()) - 1, step.accepted + refused,
+        *(step.parts.get(name) for name in ("draft", "target", "verify", "commit")),
+    )  # fmt: skip

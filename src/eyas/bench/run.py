@@ -7,14 +7,16 @@
            lock            held while a run writes here
 
 Run again, it goes on with the first prompt that is not whole. A later turn is asked after plain decoding's own earlier answers, the same
-for all. Ids are compared with plain decoding's at once; where they differ, the margin of the two best scores is worked out.
-This module knows no figure and no report.
+for all; one that no longer fits the context is not asked. Ids are compared with plain decoding's at once; where they differ, the margin
+of the two best scores is worked out. This module knows no figure and no report.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,13 +27,14 @@ import torch
 from filelock import FileLock, Timeout
 
 from eyas.bench.contestants import Contestant, Question
+from eyas.bench.machine import cpu_name, gpus, snapshot, used, versions
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.decode import Request
 from eyas.errors import FitError, InputError
 from eyas.llm import LLM
 from eyas.sampling import Noise, process
-from eyas.train.state import write_text
+from eyas.train.state import prepare, write_text
 
 __all__ = ["Bench", "OnPrompt", "locked", "margin", "read_answers"]
 
@@ -42,14 +45,17 @@ OnPrompt = Callable[[int, int, str], None]  # (prompts done, of how many, what i
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """InputError when another run writes into this folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
+    """InputError when another run writes into this folder, or when nothing can be written there."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise InputError(f"another bench is writing into {folder}: wait for it, or choose another --output") from error
+    except OSError as error:
+        raise InputError(f"cannot write into {folder}: {error.strerror or error}; choose another --output") from error
     try:
+        prepare(folder)  # not before: it removes what the other one is just writing
         yield
     finally:
         lock.release()
@@ -57,14 +63,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 def read_answers(path: Path) -> list[Answer]:
     """The answers so far; half a line at the end, of a run that was killed, is dropped."""
-    answers = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    answers, lines = list[Answer](), path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             answers.append(Answer.from_json(json.loads(line)))
-        except json.JSONDecodeError:
-            break
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise InputError(f"{path}:{number} is damaged: choose another --output, or --restart") from error
         except (TypeError, KeyError) as error:
-            raise InputError(f"{path}:{number} was written by another version of eyas: choose another --output") from error
+            raise InputError(f"{path}:{number} was written by another version of eyas: choose another --output, or --restart") from error
     return answers
 
 
@@ -75,6 +82,7 @@ class Bench:
     Attributes:
         llm: the target, with its tokenizer; its drafter is not used.
         contestants: the first is plain decoding.
+        prompts: of different ids.
         sampling: of every question but for the temperature.
     """
 
@@ -89,12 +97,24 @@ class Bench:
     def settings(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
         target = self.llm.target
+        asked = hashlib.sha256(repr(list(self.prompts)).encode()).hexdigest()[:16]
         return {
             "format": FORMAT, "target": target.name, "fingerprint": target.fingerprint(), "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device), "methods": {c.name: c.describe() for c in self.contestants},
-            "prompts": [p.id for p in self.prompts], "temperatures": list(self.temperatures), "max_new_tokens": self.max_new_tokens,
-            "sampling": self.sampling, "compare": self.compare,
+            "device": str(target.device), "machine": [cpu_name(), *(gpu["name"] for gpu in gpus())], "threads": torch.get_num_threads(),
+            "versions": versions(), "methods": {c.name: c.describe() for c in self.contestants}, "prompts": [p.id for p in self.prompts],
+            "texts": asked, "temperatures": list(self.temperatures), "max_new_tokens": self.max_new_tokens, "sampling": self.sampling,
+            "compare": self.compare,
         }  # fmt: skip
+
+    def unfit(self) -> dict[str, str]:
+        """Prompts whose first turn cannot be asked, and why not."""
+        found = {}
+        for prompt in self.prompts:
+            try:
+                next(self.questions(prompt, 0.0))
+            except (FitError, InputError) as error:
+                found[prompt.id] = str(error)
+        return found
 
     def run(self, folder: Path, on_prompt: OnPrompt = lambda done, all_, what: None) -> list[Answer]:
         """All answers, those of earlier runs in this folder included.
@@ -105,15 +125,17 @@ class Bench:
         path, kept = folder / ANSWERS, self._resume(folder)
         jobs = [(t, p) for t in self.temperatures for p in self.prompts]
         done = {(a.temperature, a.prompt) for a in kept}
-        todo = [job for job in jobs if (job[0], job[1].id) not in done]
-        if todo:
-            on_prompt(len(jobs) - len(todo), len(jobs), "warming up")
-            self._ask(todo[0][1], todo[0][0], 0, warm=True)
-        for number, (temperature, prompt) in enumerate(todo, start=len(jobs) - len(todo)):
+        todo = [(number, *job) for number, job in enumerate(jobs) if (job[0], job[1].id) not in done]
+        warm = None
+        for number, temperature, prompt in todo:
+            if temperature != warm:  # laws are drawn from by other code than argmax
+                on_prompt(number, len(jobs), "warming up")
+                self._ask(prompt, temperature, number, warm=True)
+                warm = temperature
             on_prompt(number, len(jobs), prompt.id)
             fresh = self._ask(prompt, temperature, number)
             with path.open("a") as f:
-                f.write("".join(json.dumps(a.to_json(), separators=(",", ":")) + "\n" for a in fresh))
+                f.write(_lines(fresh))
             kept += fresh
         on_prompt(len(jobs), len(jobs), "")
         return kept
@@ -126,21 +148,31 @@ class Bench:
     def _resume(self, folder: Path) -> list[Answer]:
         """What stands in the folder of whole prompts; the rest is dropped from the file."""
         path, settings = folder / SETTINGS, json.loads(json.dumps(self.settings()))
-        if path.exists():
-            found = json.loads(path.read_text())
-            differ = sorted(k for k in found.keys() | settings.keys() if found.get(k) != settings.get(k))
-            if differ:
-                raise InputError(f"{folder} holds another bench ({', '.join(differ)} differ): choose another --output, or --restart")
+        if path.exists() or (folder / ANSWERS).exists():
+            self._check(folder, settings)
         else:
             write_text(path, json.dumps(settings, indent=1))
         answers = read_answers(folder / ANSWERS)
-        expected = {p.id: len(self.contestants) * _turns(p) for p in self.prompts}
-        count: dict[tuple[float, str], int] = {}
-        for a in answers:
-            count[a.temperature, a.prompt] = count.get((a.temperature, a.prompt), 0) + 1
-        whole = [a for a in answers if count[a.temperature, a.prompt] == expected[a.prompt]]
-        write_text(folder / ANSWERS, "".join(json.dumps(a.to_json(), separators=(",", ":")) + "\n" for a in whole))
+        count = Counter((a.temperature, a.prompt) for a in answers)
+        whole = [a for a in answers if count[a.temperature, a.prompt] == a.turns * len(self.contestants)]
+        write_text(folder / ANSWERS, _lines(whole))
         return whole
+
+    def _check(self, folder: Path, settings: dict[str, Any]) -> None:
+        """InputError unless the folder holds this bench."""
+        try:
+            found = json.loads((folder / SETTINGS).read_text())
+            form = found["format"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{folder / SETTINGS} is missing or damaged: choose another --output, or --restart") from error
+        if form != FORMAT:
+            raise InputError(
+                f"{folder} was written by another version of eyas (format {form}, this one writes {FORMAT}): "
+                "choose another --output, or --restart"
+            )
+        differ = sorted(k for k in found.keys() | settings.keys() if found.get(k) != settings.get(k))
+        if differ:
+            raise InputError(f"{folder} holds another bench ({', '.join(differ)} differ): choose another --output, or --restart")
 
     def questions(self, prompt: Prompt, temperature: float) -> Generator[Question, tuple[int, ...], None]:
         """The prompt's turns; send() what plain decoding answered as token ids."""
@@ -163,25 +195,29 @@ class Bench:
         )
         room = self.llm.target.context - len(request.prompt)
         if room < 1:
-            raise FitError(
-                f"prompt {prompt.id} has {len(request.prompt)} tokens, the target's context is {self.llm.target.context}: leave it out"
-            )
-        return Request(request.prompt, min(new, room), request.sampling, request.eos)
+            raise FitError(f"it has {len(request.prompt)} tokens, the target's context is {self.llm.target.context}")
+        if max(request.prompt) >= (vocab := self.llm.target.vocab_size):
+            raise InputError(f"token id {max(request.prompt)} is outside the target's vocabulary of {vocab}")
+        eos = request.eos if self.compare else frozenset()  # of a simulated text the end would be an accident
+        return Request(request.prompt, min(new, room), request.sampling, eos)
 
     def _ask(self, prompt: Prompt, temperature: float, number: int, warm: bool = False) -> list[Answer]:
-        answers: list[Answer] = []
+        """All turns to all. `warm`: the first turn only."""
+        before, answers, turns = snapshot(), list[Answer](), 0
         asked = self.questions(prompt, temperature)
         question = next(asked)
         while True:
             here = self._turn(question, number + question.turn)
-            answers += here
+            answers, turns = [*answers, *here], turns + 1
+            if warm:
+                break
             plain = next(a for a in here if a.method == VANILLA)
             try:
                 question = asked.send(plain.token_ids)
-            except StopIteration:
-                return answers
-            if warm:
-                return []
+            except (StopIteration, FitError):  # the latter: earlier answers have filled the context
+                break
+        around = used(before)
+        return [a.but(turns=turns, around=around) for a in answers]
 
     def _turn(self, question: Question, first: int) -> list[Answer]:
         """One question to all; another contestant begins each time."""
@@ -194,8 +230,14 @@ class Bench:
         if not (self.compare and answer.comparable) or answer.token_ids == plain.token_ids:
             return answer
         pairs = zip(answer.token_ids, plain.token_ids, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.token_ids), len(plain.token_ids)))
-        return answer.against(Differs(at, margin(self.llm, question.request, plain.token_ids[:at])))
+        shorter = min(len(answer.token_ids), len(plain.token_ids))
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        near = None if at == shorter else margin(self.llm, question.request, plain.token_ids[:at])
+        return answer.but(differs=Differs(at, near))
+
+
+def _lines(answers: Sequence[Answer]) -> str:
+    return "".join(json.dumps(a.to_json(), separators=(",", ":")) + "\n" for a in answers)
 
 
 def _turns(prompt: Prompt) -> int:
@@ -203,8 +245,11 @@ def _turns(prompt: Prompt) -> int:
 
 
 @torch.inference_mode()
-def margin(llm: LLM, request: Request, said: Sequence[int]) -> float:
-    """Between the two best scores of the token after `said`, noise included: how near plain decoding was to another token."""
+def margin(llm: LLM, request: Request, said: Sequence[int]) -> float | None:
+    """Between the two best scores of the token after `said`, noise included: how near plain decoding was to another token.
+
+    None where the law allows but one.
+    """
     sampling, session = request.sampling, llm.target.open(1)
     ids = [*request.prompt, *said]
     session.reserve(len(ids))
@@ -216,4 +261,4 @@ def margin(llm: LLM, request: Request, said: Sequence[int]) -> float:
         noise_1V = Noise.of([sampling], scores_1V.device).gumbel(position_11, scores_1V.shape[-1])[:, 0]
         scores_1V = scores_1V.log_softmax(-1) + noise_1V
     best, second = scores_1V[0].topk(2).values.tolist()
-    return float(best - second) if math.isfinite(second) else math.inf
+    return float(best - second) if math.isfinite(second) else None

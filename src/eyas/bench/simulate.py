@@ -1,7 +1,8 @@
 """Verification with given acceptance rates, for targets whose weights say nothing: a model of a real size with random weights.
 
 Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes are accepted is decided by lot: a draft
-token at depth d is accepted with rate a_d, given that all before it were. The text is not the target's, and every report says so.
+token at depth d is accepted with rate a_d, given that all before it were, along the path to the deepest one: a tree of depth n emits
+1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle. The text is not the target's, and every report says so.
 """
 
 from __future__ import annotations
@@ -41,25 +42,21 @@ def expected_tau(rates: Sequence[float], depth: int) -> float:
 
 
 def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
-    """A stand-in for `verify`: down the tree, always to the first candidate child, as far as the lot allows."""
+    """A stand-in for `verify`: down to a deepest candidate, as far as the lot allows."""
     dice = torch.Generator().manual_seed(seed)
 
     def decide(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
         verify(draft, scores_BNV, position_B, noise)  # its time counts, what it says does not
         tree, (B, P) = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1)
-        parents, candidates = tree.parents_BN.tolist(), tree.candidate_BN.tolist()
-        luck = torch.rand(B, P, generator=dice).tolist()
-        path = torch.full((B, P), -1, dtype=torch.long)
-        for b in range(B):
-            node, path[b, 0] = 0, 0
-            for depth in range(1, P):
-                children = [n for n, parent in enumerate(parents[b]) if parent == node and candidates[b][n]]
-                if not children or luck[b][depth - 1] >= rates[min(depth - 1, len(rates) - 1)]:
-                    break
-                node = children[0]
-                path[b, depth] = node
-        path_BP = path.to(draft.tokens_BN.device)
-        length_B = (path_BP >= 0).sum(-1)
+        given_D = torch.tensor([rates[min(d, len(rates) - 1)] for d in range(P - 1)])
+        luck_B = (torch.rand(B, P - 1, generator=dice) < given_D).long().cumprod(1).sum(1).to(tree.depth_BN.device)
+        deepest_B1 = torch.where(tree.candidate_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
+        to_it_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
+        to_it_BN = to_it_BN & (tree.depth_BN <= luck_B[:, None])
+        order_BN = torch.arange(tree.nodes, device=to_it_BN.device).expand(B, -1)
+        spare_BP = torch.full((B, P + 1), -1, device=to_it_BN.device)
+        path_BP = spare_BP.scatter(1, torch.where(to_it_BN, tree.depth_BN, P), order_BN)[:, :P]
+        length_B = to_it_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
         last_B1 = path_BP.gather(1, length_B[:, None] - 1)
         bonus_B = scores_BNV.argmax(-1).gather(1, last_B1)[:, 0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench import cost, metrics, plots, report
-from eyas.bench.machine import Snapshot, busy, card
+from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import Bench, OnPrompt
@@ -27,13 +27,13 @@ def summarise(
     """What is measured beside the answers is measured here: drafted trees node by node, bandwidth, a pass's time against nodes.
 
     Args:
-        before: from the begin of the answers, to tell whether others used the machine.
+        before: from the begin of this run.
         simulated: the rates, where acceptance was simulated: title and warnings say so, and no tree is looked at.
     """
     target, settings, jobs = bench.llm.target, bench.settings(), len(bench.prompts) * len(bench.temperatures)
-    device, threads = target.device, card()["threads"]
+    device = target.device
     warnings = [f"Acceptance is simulated ({simulated}): tau was given, texts mean nothing; times are measured."] if simulated else []
-    warnings += [line] if (line := busy(before, threads)) else []
+    warnings += [line] if (line := busy(_meanwhile(answers), settings["threads"])) else []
     machine = card(before, dtype=settings["dtype"], device=settings["device"])
     probes = {}
     for name, found in probe(bench, 0 if simulated else probe_prompts):
@@ -44,9 +44,17 @@ def summarise(
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
         "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": cost.verify_cost(target),
-        "bandwidth": round(bandwidth), "bytes_per_step": weights, "peak_memory_bytes": cost.peak_memory(device),
+        "bandwidth": None if bandwidth is None else round(bandwidth), "bytes_per_step": weights,
+        "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
         "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,
     }  # fmt: skip
+
+
+def _meanwhile(answers: Sequence[Answer]) -> Used:
+    """While the prompts were asked, in this run and in those before it that were interrupted."""
+    each = {(a.temperature, a.prompt): a.around for a in answers if a.around is not None}.values()
+    told = all(u.others is not None for u in each)
+    return Used(sum(u.seconds for u in each), sum(u.others or 0.0 for u in each) if told else None)
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:

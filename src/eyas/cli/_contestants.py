@@ -1,7 +1,8 @@
 """Who takes part in a bench: from `--methods`, `--draft`, `--heads` and the methods' own flags to contestants.
 
 A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in. `all` takes every method
-of the folder that can run here and says of the others what they lack; a method that is named must be able to run.
+of the folder that can run here and says of the others what they lack; a method that is named must be able to run. Plain decoding and
+transformers' generate are always among them; what transformers refuses to do with this target is said.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from eyas.errors import CheckpointError, EyasError, OptionError, near
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from eyas.bench.contestants import Contestant
+    from eyas.bench.contestants import Contestant, Drafting
     from eyas.drafters import Drafter
     from eyas.llm import LLM
 
@@ -32,7 +33,7 @@ VANILLA = "vanilla"
 def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[Contestant], dict[str, str]]:
     """(who takes part, plain decoding and transformers first; who cannot, and why)."""
     from eyas import drafters
-    from eyas.bench.contestants import Drafting, Transformers
+    from eyas.bench.contestants import Drafting
     from eyas.bench.simulate import parse_rates, simulated
     from eyas.verify import verify
 
@@ -43,7 +44,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
     judge = verify if rates is None else simulated(parse_rates(rates))
     heads = _heads(llm, given)
     _check_flags(specs, options)
-    found: dict[str, Contestant] = {VANILLA: Drafting(VANILLA, drafters.find(VANILLA)(llm.target))}
+    found: dict[str, Drafting] = {VANILLA: Drafting(VANILLA, drafters.find(VANILLA)(llm.target))}
     skipped: dict[str, str] = {}
     for spec in specs:
         if spec == VANILLA:
@@ -57,10 +58,31 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
             skipped[spec] = str(error)
         else:
             found[spec] = Drafting(spec, drafter, head, judge)
-    assistant = _assistant(found.values())
-    theirs = [Transformers(llm.target), Transformers(llm.target, "transformers_prompt_lookup", lookup=True)]
-    theirs += [Transformers(llm.target, "transformers_assisted", assistant=assistant)] if assistant is not None else []
-    return [found.pop(VANILLA), *([] if rates else theirs), *found.values()], skipped
+    theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
+    return [found.pop(VANILLA), *theirs, *found.values()], skipped
+
+
+def _theirs(llm: LLM, ours: Iterable[Drafting], plain: bool, skipped: dict[str, str]) -> list[Contestant]:
+    """transformers' generate in its ways, those that work here. `plain`: without speculation."""
+    from eyas.bench.contestants import Question, Transformers
+    from eyas.decode import Request
+    from eyas.errors import ModelError
+
+    every = [Transformers(llm.target)]
+    if not plain:
+        every.append(Transformers(llm.target, "transformers_prompt_lookup", lookup=True))
+        assistant = _assistant(ours)
+        every += [] if assistant is None else [Transformers(llm.target, "transformers_assisted", assistant=assistant)]
+    works: list[Contestant] = []
+    for contestant in every:
+        try:
+            with quiet():
+                contestant.answer(Question("", "", 0, Request((0, 0), 3)))
+        except ModelError as error:
+            skipped[contestant.name] = str(error)
+        else:
+            works.append(contestant)
+    return works
 
 
 def _heads(llm: LLM, given: Mapping[str, Any]) -> dict[str, str]:
@@ -96,13 +118,20 @@ def _drafter(
     chosen = options_from(kind.Options, {**{k: v for k, v in common.items() if k in known}, **options})
     head = heads.get(name) or heads.get(kind.reads)
     if head is None and kind.needs_weights and not random:
-        raise CheckpointError(f"{name} has no head here: train one (eyas train --method {name} ...) and name it with --draft {name}=HEAD")
+        raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")
     drafter = kind.random(llm.target, chosen) if head is None and random else kind.from_source(head, llm.target, chosen)
     if beside is not None:
         from eyas.drafters._merge import Merged
 
         drafter = Merged(drafter, _drafter(llm, beside, heads, common, random)[0])
     return drafter, head
+
+
+def _how_to_get(llm: LLM, reads: str) -> str:
+    """A head of that kind for this target."""
+    if llm.target.name == "embedded":
+        return f"`make bench-heads` trains it into {HEADS / reads}, or name one: --draft {reads}=FOLDER"
+    return f"`eyas train --method {reads} --target {llm.target.name} --data CHATS --output HEAD` trains one; name it: --draft {reads}=HEAD"
 
 
 def _parsed(llm: LLM, spec: str, heads: Mapping[str, str]) -> tuple[str, dict[str, Any], str | None]:
@@ -144,10 +173,9 @@ def _check_flags(specs: Sequence[str], options: Mapping[str, Any]) -> None:
             raise OptionError(f"none of the methods has the option --{name.replace('_', '-')}")
 
 
-def _assistant(found: Iterable[Contestant]) -> PreTrainedModel | None:
-    """The model that drafts for us may draft for transformers too."""
-    for contestant in found:
-        model: PreTrainedModel | None = getattr(getattr(contestant, "drafter", None), "assistant", None)
-        if model is not None:
-            return model
-    return None
+def _assistant(ours: Iterable[Drafting]) -> PreTrainedModel | None:
+    """A head that is a whole language model: it may draft for transformers too."""
+    from transformers import PreTrainedModel
+
+    nets = (contestant.drafter.net for contestant in ours)
+    return next((net for net in nets if isinstance(net, PreTrainedModel)), None)

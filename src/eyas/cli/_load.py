@@ -6,15 +6,12 @@ Heavy imports stand inside the functions: `--help` of a command must not wait fo
 from __future__ import annotations
 
 import logging
-import platform
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas import __version__
 from eyas.cli._errors import note
 
 if TYPE_CHECKING:
@@ -106,10 +103,6 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"eyas": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    from eyas.bench.machine import versions as found
+
+    return found()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
+from click.core import ParameterSource
 
 from eyas.cli._contestants import HEADS, contestants
 from eyas.cli._errors import Interrupted, note, problem
 from eyas.cli._load import load, quiet
 from eyas.cli._options import LAW_BASE, MODEL_BASE, SAMPLING_LAW, MethodCommand, examples, method_options, option, stack
+from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
-    from eyas.bench.run import OnPrompt
+    from eyas.bench.run import Bench, OnPrompt
     from eyas.bench.tasks import Prompt
 
 __all__ = ["command"]
@@ -68,22 +71,27 @@ EXAMPLES = examples(
 def command(ctx: click.RichContext, /, **given: Any) -> int:
     """Compare methods: speed, acceptance, and whether the texts are equal."""
     if given["compare"]:
-        return _compare(*given["compare"])
+        return _compare(ctx, *given["compare"], as_json=given["as_json"])
     prompts = _prompts(given)
     from eyas.bench.machine import snapshot
     from eyas.bench.run import Bench, locked
+    from eyas.bench.simulate import parse_rates
     from eyas.bench.summary import summarise, write
     from eyas.sampling import Sampling
 
     law = {name: given[name] for name in SAMPLING_LAW if name != "temperature"}
-    for temperature in given["temperatures"]:
+    temperatures = tuple(dict.fromkeys(given["temperatures"]))
+    for temperature in temperatures:
         Sampling(temperature=temperature, **law)
+    if given["simulate_acceptance"] is not None:
+        parse_rates(given["simulate_acceptance"])
     llm = load({**given, "draft": None, "method": "vanilla"}, {})
     entered, skipped = contestants(llm, given, method_options(ctx))
     for name, why in skipped.items():
         note(f"{name} is left out: {why}")
     compare = given["simulate_acceptance"] is None
-    bench = Bench(llm, entered, prompts, given["temperatures"], given["max_new_tokens"], law, compare=compare)
+    bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], law, compare=compare)
+    bench.prompts = _fitting(bench)
     folder = Path(given["output"])
     with locked(folder), _bar() as on_prompt:
         if given["restart"]:
@@ -105,13 +113,27 @@ def _prompts(given: Mapping[str, Any]) -> list[Prompt]:
     from eyas.bench.tasks import load as load_task
     from eyas.bench.tasks import read_prompts
 
-    if not given["prompts"]:
-        with quiet():
-            return [p for spec in given["tasks"].split(",") for p in load_task(spec.strip(), given["limit"])]
-    found, complaints = read_prompts(given["prompts"])
-    for line in complaints:
-        note(line)
-    return found[: given["limit"]]
+    if given["prompts"]:
+        found, complaints = read_prompts(given["prompts"])
+        for line in complaints:
+            note(line)
+        return found[: given["limit"]]
+    with quiet():
+        found = [p for spec in given["tasks"].split(",") for p in load_task(spec.strip(), given["limit"])]
+    count = Counter(p.id for p in found)
+    if len(count) < len(found):
+        raise OptionError(f"--tasks: two prompts are called {count.most_common(1)[0][0]}: ask one of the sets at a time")
+    return found
+
+
+def _fitting(bench: Bench) -> list[Prompt]:
+    """The prompts that can be asked; the others are said. InputError when none can."""
+    unfit = bench.unfit()
+    if len(unfit) == len(bench.prompts):
+        raise InputError(f"no prompt can be asked; the first, {bench.prompts[0].id}: {unfit[bench.prompts[0].id]}")
+    for name, why in unfit.items():
+        note(f"prompt {name} is left out: {why}")
+    return [p for p in bench.prompts if p.id not in unfit]
 
 
 @contextmanager
@@ -175,20 +197,29 @@ def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> 
 
 
 def _wrong(summary: Mapping[str, Any]) -> list[str]:
-    """Texts of ours that are not plain decoding's, near ties apart."""
+    """Texts that are not plain decoding's, near ties apart; of transformers', only those without speculation are held against us."""
     said = []
     for row in summary["rows"]:
-        if row["task"] == "all" and not row["method"].startswith("transformers"):
-            for prompt, turn, at, margin in row["differ"]:
-                if margin > NEAR_TIE:
-                    where = f"{row['method']}, {prompt}, turn {turn + 1}: token {at}"
-                    said.append(f"{where} is not plain decoding's (margin {margin:.2g}): a fault of eyas")
+        if row["task"] != "all" or row["method"].startswith("transformers_"):
+            continue
+        for prompt, turn, at, margin in row["differ"]:
+            if margin is None or margin > NEAR_TIE:
+                where = f"{row['method']}, {prompt}, turn {turn + 1}, T = {row['temperature']:g}: token {at}"
+                said.append(f"{where} is not plain decoding's (margin {'none' if margin is None else f'{margin:.2g}'}): a fault of eyas")
     return said
 
 
-def _compare(a: str, b: str) -> int:
+def _compare(ctx: click.RichContext, a: str, b: str, *, as_json: bool) -> int:
     from eyas.bench import report
 
+    other = next((name for name in ctx.params if name not in ("compare", "as_json") and _is_given(ctx, name)), None)
+    if other is not None:
+        option_ = next(p.opts[0] for p in ctx.command.params if p.name == other)
+        raise OptionError(f"--compare only shows two benches that are done: leave {option_} out")
     first, second = (report.read_summary(Path(x)) for x in (a, b))
-    click.echo(report.comparison(first, second, (Path(a).name or a, Path(b).name or b)))
+    click.echo(json.dumps(report.compared(first, second)) if as_json else report.comparison(first, second, (a, b)))
     return 0
+
+
+def _is_given(ctx: click.RichContext, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,16 +81,12 @@ def _print(machine: dict[str, Any], findings: list[Finding], broken: list[str]) 
 def _cpu() -> dict[str, Any]:
     import torch
 
-    told: dict[str, str] = {}
-    if Path("/proc/cpuinfo").is_file():
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            told.setdefault(name.strip(), value.strip())
-    has = set(told.get("flags", "").split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from eyas.bench import machine
+
+    has = set(machine.cpu().get("flags", "").split())
     return {
-        "name": told.get("model name") or platform.processor() or platform.machine(),
-        "usable_cores": cores,
+        "name": machine.cpu_name(),
+        "usable_cores": len(machine.cores()),
         "threads": torch.get_num_threads(),
         "flags": [name for flag, name in CPU_FLAGS.items() if flag in has],
     }

@@ -25,9 +25,11 @@ class Task(NamedTuple):
     about: str
     file: str  # what PATH is
     hub: tuple[str, str | None, str] | None = None  # dataset, configuration, split
-    max_new_tokens: int | None = None  # what its own harness allows
+    max_new_tokens: int | None = None  # of an answer, at most; --max-new-tokens may ask for fewer
 
 
+# 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in effect (their --max-new-token of
+# 1024 is parsed and not used); the others are our own choice of what an answer of that kind needs.
 TASKS = {
     "bundled": Task("24 prompts of eyas' own, four of each of six kinds", "", max_new_tokens=128),
     "spec_bench": Task("Spec-Bench, 480 prompts, six tasks", "question.jsonl of github.com/hemingkx/Spec-Bench", None, 1024),
@@ -37,7 +39,7 @@ TASKS = {
     "alpaca": Task("Alpaca instructions", "alpaca_data.json", ("tatsu-lab/alpaca", None, "train"), 512),
     "cnn_dm": Task("CNN/DailyMail articles", 'a .jsonl with "article"', ("abisee/cnn_dailymail", "3.0.0", "test"), 256),
     "nq": Task("Natural Questions", 'a .jsonl with "question"', ("google-research-datasets/nq_open", None, "validation"), 256),
-    "eagle": Task("the EAGLE papers' six sets, 80 prompts each", "the folder eagle/data of github.com/SafeAILab/EAGLE", None, 1024),
+    "eagle": Task("the EAGLE papers' six sets, 80 prompts each", "the folder eagle/data of github.com/SafeAILab/EAGLE", None, 512),
     "chats": Task("whole chats, asked up to their longest reply", 'a .jsonl with "messages" or "conversations"'),
     "long": Task("passages of a book", "a text, or a folder of texts; PATH@1000+4000 for lengths in words", None, 256),
 }  # fmt: skip

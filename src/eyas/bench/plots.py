@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from eyas.bench.metrics import ALL
 
@@ -20,6 +22,8 @@ STYLE: Any = {
 }  # fmt: skip
 STAGES = {"draft": "#3b7dd8", "target": "#e0853d", "verify": "#59a14f", "commit": "#9c6ade", "host": "#9aa3b2"}
 BASELINES = ("vanilla", "transformers")
+WIDTH = 8.5  # inches, of all of them
+FEWEST = 5  # nodes of a bin of confidence
 
 
 def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
@@ -28,9 +32,13 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
         "speedup": ("Speed-up over vanilla decoding in the same run; strokes: 95 % over prompts.", _speedup),
         "tau": ("tau, tokens per cycle, by task.", _tau),
         "cycle": ("Where a cycle's time goes (host clock); the line is a vanilla step.", _cycle),
-        "depth": ("Share of cycles that accept the (d+1)-th draft token, given that they accepted d.", _depth),
-        "positions": ("min(1, p/q) by position in the tree, mean and standard deviation over nodes whose parent was accepted.", _positions),
-        "calibration": ("How often a drafted token is right, against the confidence q of the draft.", _calibration),
+        "depth": ("Share of cycles that accept one more draft token, of those that accepted so many and had drafted one.", _depth),
+        "context": ("tau by the tokens that stood before the cycle, the prompt's included; from 20 cycles on.", _context),
+        "positions": ("min(1, p/q) by position in the tree: mean and standard deviation over nodes whose parent was accepted.", _positions),
+        "calibration": (
+            "How often a drafted token is accepted, against the draft's confidence; larger dots: more tokens.",
+            _calibration,
+        ),
         "cost": ("Time of one pass of the target against the number of nodes, over that of one node.", _cost),
     }
     found = {}
@@ -53,12 +61,27 @@ def _temperatures(summary: Summary) -> list[float]:
     return list(dict.fromkeys(r["temperature"] for r in summary["rows"]))
 
 
+def _label(name: str) -> str:
+    """A method with its options, in lines."""
+    return textwrap.fill(name.replace(":", ": "), 26, break_long_words=False).replace(": ", ":")
+
+
+def _lines(names: Sequence[str]) -> int:
+    return sum(max(1, 1 + _label(name).count("\n")) for name in names)
+
+
+def _looks(summary: Summary) -> dict[str, dict[str, Any]]:
+    """A method's colour and stroke, the same in every picture."""
+    methods = dict.fromkeys([*(r["method"] for r in summary["rows"]), *summary["probes"]])
+    return {name: {"color": f"C{i % 10}", "ls": ("-", "--", ":")[i // 10 % 3]} for i, name in enumerate(methods)}
+
+
 def _speedup(summary: Summary) -> Figure | None:
     temperatures = _temperatures(summary)
     methods = list(dict.fromkeys(r["method"] for r in summary["rows"] if r["method"] != "vanilla"))
     if not methods:
         return None
-    figure = Figure(figsize=(8.5, 0.9 + 0.34 * len(methods) * len(temperatures)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6)), layout="constrained")
     axes, height = figure.subplots(), 0.8 / len(temperatures)
     for place, temperature in enumerate(temperatures):
         rows = {r["method"]: r for r in _pooled(summary, temperature) if r["speedup"] is not None}
@@ -70,11 +93,11 @@ def _speedup(summary: Summary) -> Figure | None:
         bars = axes.barh(at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}")
         axes.bar_label(bars, [f" {v:.2f}x" for v in value], fontsize=8, padding=3)
     axes.axvline(1, color="0.4", lw=1)
-    axes.set(yticks=[i + 0.4 - height / 2 for i in range(len(methods))], yticklabels=methods, xlabel="speed-up over vanilla")
+    axes.set(yticks=[i + 0.4 - height / 2 for i in range(len(methods))], yticklabels=map(_label, methods), xlabel="speed-up over vanilla")
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.margins(x=0.12, y=0.01)
     if len(temperatures) > 1:
-        axes.legend()
+        axes.legend(ncols=len(temperatures), loc="lower right", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -85,7 +108,7 @@ def _tau(summary: Summary) -> Figure | None:
     if len(tasks) < 3:  # one, and all
         return None
     table = {(r["method"], r["task"]): r["tau"] for r in rows}
-    figure = Figure(figsize=(1.8 + 0.95 * len(tasks), 1 + 0.32 * len(methods)), layout="constrained")
+    figure = Figure(figsize=(max(WIDTH, 3 + 0.8 * len(tasks)), 1.3 + 0.32 * len(methods)), layout="constrained")
     axes = figure.subplots()
     values = [[table.get((m, t), float("nan")) for t in tasks] for m in methods]
     shown = axes.imshow(values, cmap="YlGnBu", aspect="auto", vmin=1)
@@ -93,9 +116,9 @@ def _tau(summary: Summary) -> Figure | None:
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             if value == value:
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > middle * 1.2 else "black", fontsize=8)
-    axes.set(xticks=range(len(tasks)), yticks=range(len(methods)), yticklabels=methods, title=f"T = {temperature:g}")
-    axes.set_xticklabels(tasks, rotation=20, ha="right")
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > middle else "black", fontsize=8)
+    axes.set(xticks=range(len(tasks)), yticks=range(len(methods)), yticklabels=map(_label, methods), title=f"T = {temperature:g}")
+    axes.set_xticklabels([t.rpartition("/")[2] for t in tasks], rotation=20, ha="right")
     figure.colorbar(shown, label="tau", shrink=0.8)
     return figure
 
@@ -104,7 +127,7 @@ def _cycle(summary: Summary) -> Figure | None:
     rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["cycle_ms"]]
     if not rows:
         return None
-    figure = Figure(figsize=(8.5, 0.9 + 0.32 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.32 * len(rows)), layout="constrained")
     axes, begin = figure.subplots(), [0.0] * len(rows)
     for stage, colour in STAGES.items():
         width = [r["cycle_ms"].get(stage, 0.0) for r in rows]
@@ -113,8 +136,9 @@ def _cycle(summary: Summary) -> Figure | None:
     vanilla = next((sum(r["cycle_ms"].values()) for r in rows if r["method"] == "vanilla"), None)
     if vanilla is not None:
         axes.axvline(vanilla, color="0.2", lw=1, ls="--")
-    axes.set(yticks=range(len(rows)), yticklabels=[r["method"] for r in rows], xlabel="ms per cycle")
+    axes.set(yticks=range(len(rows)), yticklabels=[_label(r["method"]) for r in rows], xlabel="ms per cycle")
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
     return figure
 
@@ -124,14 +148,33 @@ def _depth(summary: Summary) -> Figure | None:
     rows = [r for r in pooled if any(v is not None for v in r["acceptance_by_depth"])]
     if not rows:
         return None
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, max(3.4, 0.6 + 0.2 * _lines([r["method"] for r in rows]))), layout="constrained")
     axes = figure.subplots()
-    for i, row in enumerate(rows):
+    for row in rows:
         known = [(d, v) for d, v in enumerate(row["acceptance_by_depth"]) if v is not None]
-        axes.plot(
-            *zip(*known, strict=True), marker="o", ms=3.5, lw=1.2, color=f"C{i % 10}", ls="-" if i < 10 else "--", label=row["method"]
-        )
+        look = _looks(summary)[row["method"]]
+        axes.plot(*zip(*known, strict=True), marker="o", ms=3.5, lw=1.2, label=_label(row["method"]), **look)
     axes.set(xlabel="draft tokens accepted before", ylabel="acceptance", ylim=(0, 1.02))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _context(summary: Summary) -> Figure | None:
+    rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["method"] not in BASELINES]
+    known = {r["method"]: [p for p in r["tau_by_position"] if p["cycles"] >= 20] for r in rows}
+    places = sorted({p["from"] for found in known.values() for p in found})
+    if len(places) < 2:
+        return None
+    figure = Figure(figsize=(WIDTH, max(3.4, 0.6 + 0.2 * _lines(list(known)))), layout="constrained")
+    axes = figure.subplots()
+    for name, found in known.items():
+        x, y = ([p[k] for p in found] for k in ("from", "tau"))
+        axes.plot(x, y, marker="o", ms=3.5, lw=1.2, label=_label(name), **_looks(summary)[name])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"from {begin:,}" for begin in places])
+    axes.minorticks_off()
+    axes.set(ylabel="tau", ylim=(1, None), xlabel="tokens before the cycle")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -146,18 +189,23 @@ def _positions(summary: Summary) -> Figure | None:
         return None
     columns = min(3, len(found))
     lines = -(-len(found) // columns)
-    figure = Figure(figsize=(3.1 * columns + 0.4, 2.5 * lines), layout="constrained")
-    for axes, (name, probe) in zip(figure.subplots(lines, columns, squeeze=False, sharey=True).flat, found.items(), strict=False):
+    figure = Figure(figsize=(WIDTH, 0.4 + 2.3 * lines), layout="constrained")
+    every = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
+    shown = {}
+    for axes, (name, probe) in zip(every, found.items(), strict=False):
         for rank in range(4):
             here = [p for p in probe["positions"] if p["rank"] == rank and p["depth"] <= 6]
             x, y, sd = ([p[k] + (0.1 * rank if k == "depth" else 0) for p in here] for k in ("depth", "alpha", "sd"))
             if here:
-                axes.errorbar(x, y, sd, marker="o", ms=3, lw=0.9, elinewidth=0.6, capsize=1.5, label=f"rank {rank + 1}")
-        axes.set(title=name, ylim=(0, 1.05), xlabel="depth")
-    figure.axes[0].set_ylabel("min(1, p/q)")
-    figure.axes[0].legend(fontsize=7)
-    for axes in figure.axes[len(found) :]:
+                shown[f"rank {rank + 1}"] = axes.errorbar(x, y, sd, marker="o", ms=3, lw=0.9, elinewidth=0.6, capsize=1.5, color=f"C{rank}")
+        axes.set(ylim=(0, 1.05))
+        axes.set_title(_label(name), fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in every[len(found) :]:
         axes.set_visible(False)
+    figure.supxlabel("depth", fontsize=9)
+    figure.supylabel("min(1, p/q)", fontsize=9)
+    figure.legend(shown.values(), shown.keys(), loc="outside upper right", ncols=4)
     return figure
 
 
@@ -165,13 +213,15 @@ def _calibration(summary: Summary) -> Figure | None:
     found = _probes(summary, "bins")
     if not found:
         return None
-    figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in found]))), layout="constrained")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls=":")
-    for i, (name, probe) in enumerate(found.items()):
-        bins = [b for b in probe["bins"] if b["n"] >= 10]
+    for name, probe in found.items():
+        look = _looks(summary)[name]
+        bins = [b for b in probe["bins"] if b["n"] >= FEWEST]
         x, y = ([b[k] for b in bins] for k in ("confidence", "hit"))
-        axes.plot(x, y, marker="o", ms=3.5, lw=1.2, color=f"C{i % 10}", label=f"{name} (error {probe['calibration_error']:.3f})")
+        axes.scatter(x, y, [6 * b["n"] ** 0.5 for b in bins], color=look["color"])
+        axes.plot(x, y, lw=1.2, label=_label(f"{name} (error {probe['calibration_error']:.3f})"), **look)
     axes.set(xlabel="confidence of the draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.02))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -181,7 +231,7 @@ def _cost(summary: Summary) -> Figure | None:
     curve = summary.get("verify_cost")
     if not curve:
         return None
-    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.plot([p["nodes"] for p in curve], [p["ms"] / curve[0]["ms"] for p in curve], marker="o", ms=4)
     axes.set_xscale("log", base=2)

@@ -46,7 +46,8 @@ def number(value: float | None, digits: int = 2, low_high: Sequence[float | None
 
 HEADS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
 STAGES = ("draft", "target", "verify", "commit", "host")
-CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", *(f"{stage} ms" for stage in STAGES), "R", "memory MB")
+CYCLES = "what the cycles did (stages: ms; memory beside the weights: MB)"
+CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", *STAGES, "R", "memory")
 
 
 def cells(row: Mapping[str, Any], intervals: bool = True) -> tuple[str, ...]:
@@ -105,6 +106,7 @@ def markdown(summary: Summary) -> str:
         lines += [f"## T = {temperature:g}, {what} ({rows[0]['prompts']} prompts)", ""]
         lines += [*_table(HEADS, map(cells, rows)), ""]
         if task == ALL:
+            lines += [f"{CYCLES.capitalize()}:", ""]
             lines += [*_table(CYCLE_HEADS, map(cycle_cells, rows)), ""]
     heads, probed = probe_table(summary)
     lines += ["## Drafts looked at", "", *_table(heads, probed), ""] if probed else []
@@ -128,12 +130,17 @@ NOTES = (
 def machine_line(machine: Mapping[str, Any]) -> str:
     """The machine card in one line."""
 
-    def shown(value: Any) -> str:
+    def shown(name: str, value: Any) -> str:
         if isinstance(value, Mapping):
-            return ", ".join(f"{k} {shown(v)}" for k, v in value.items())
-        return ", ".join(map(shown, value)) if isinstance(value, list) else str(value)
+            return ", ".join(f"{k.removesuffix('_bytes').replace('_', ' ')} {shown(k, v)}" for k, v in value.items() if v is not None)
+        if isinstance(value, list):
+            return ", ".join(shown(name, v) for v in value)
+        if name.endswith("_bytes"):
+            return f"{value / 1e9:.1f} GB"
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
 
-    return "; ".join(f"{name.replace('_', ' ')}: {shown(value)}" for name, value in machine.items() if value not in (None, "", [], {}))
+    told = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
+    return "; ".join(f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in told.items())
 
 
 def run_line(summary: Summary) -> str:
@@ -154,7 +161,13 @@ def page(summary: Summary, pictures: Mapping[str, str]) -> str:
         title = f"T = {t:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
         (pooled if task == ALL else single).append({"title": title, "heads": HEADS, "rows": [cells(row) for row in rows]})
         if task == ALL:
-            pooled.append({"title": f"T = {t:g}, what the cycles did", "heads": CYCLE_HEADS, "rows": [cycle_cells(row) for row in rows]})
+            pooled.append(
+                {
+                    "title": f"T = {t:g}, {CYCLES}",
+                    "heads": CYCLE_HEADS,
+                    "rows": [cycle_cells(row) for row in rows],
+                }
+            )
     heads, probed = probe_table(summary)
     pooled += [{"title": "Drafts looked at", "heads": heads, "rows": probed}] if probed else []
     return template.render(

@@ -19,10 +19,10 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo bench test check lint format clean
+.PHONY: help demo bench bench-heads test check lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP) ## the embedded model: plain decoding beside the best method, live
 	@echo "==> eyas demo"
@@ -31,6 +31,12 @@ demo: $(STAMP) ## the embedded model: plain decoding beside the best method, liv
 bench: $(STAMP) ## tokens per second of plain decoding, generate and several trees on this machine (minutes)
 	@echo "==> runs/speed.py"
 	@$(BIN)/python runs/speed.py $(ARGS)
+
+bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DATA=chats.jsonl, or FEATURES=folder; hours, goes on where it was)
+	@test -n "$(DATA)$(FEATURES)" || \
+	  { echo "bench-heads trains on chats: make bench-heads DATA=chats.jsonl, or FEATURES=what_eyas_features_wrote" >&2; exit 1; }
+	@echo "==> runs/bench_heads.py"
+	@$(BIN)/python runs/bench_heads.py $(addprefix --data ,$(DATA)) $(addprefix --features ,$(FEATURES)) $(ARGS)
 
 test: $(STAMP) ## every test (TESTS=tests/test_tree.py or ARGS="-k tree" for some of them)
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"

@@ -14,7 +14,14 @@ from transformers import AutoTokenizer
 
 import words
 import zoo
+from eyas.cli._options import method_options
+from eyas.cli.train import command as train_command
+from eyas.drafters import find
+from eyas.drafters._base import options_from
 from eyas.errors import EyasError
+from eyas.target import Target
+from eyas.train.config import TrainConfig
+from eyas.train.features import studied
 
 RUNS = Path(__file__).parents[1] / "runs"
 TINY = [
@@ -134,6 +141,49 @@ def test_data_source(command: Any, model: Path, tmp_path: Path) -> None:
     assert found["complete"]
     assert found["settings"]["sources"]["fixed"]["examples"] == found["settings"]["sources"]["regenerated"]["examples"]
     assert set(found["differences"]) == {"regenerated - fixed"}
+
+
+@pytest.mark.parametrize("read", [["--data", "a.jsonl", "--data", "b.jsonl"], ["--features", "folder"]], ids=["data", "features"])
+def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
+    """Guards every stage's `eyas train`: flags that there are, a method with these options that can be trained from the final features."""
+    bench_heads, target = command("bench_heads"), Target(zoo.tiny("llama"))
+    args, more = bench_heads.parse([*read, "--output", "here", "--tokens", "5000", "--device", "cpu"])
+    assert args.stages == list(bench_heads.STAGES)
+    for stage in args.stages:
+        line = bench_heads.command(stage, args, more)
+        assert line[1:4] == ["-m", "eyas", "train"]
+        context = train_command.make_context("train", line[4:])
+        assert (list(context.params["data"]), context.params["features"]) == ((read[1::2], None) if read[0] == "--data" else ([], read[1]))
+        assert (context.params["output"], context.params["device"]) == (str(Path("here", stage)), "cpu")
+        config = TrainConfig(**context.meta["Training"])
+        assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
+        kind = find(context.params["method"])
+        assert studied(target, [(kind, options_from(kind.Options, method_options(context)))]) == (target.num_layers,)
+
+
+def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards that what is done is left alone, that other budgets and interrupted runs are not done, and that a failure ends the command."""
+    bench_heads, started, status = command("bench_heads"), list[str](), 0
+
+    def trained(line: list[str]) -> int:
+        started.append(Path(line[line.index("--output") + 1]).name)
+        return status
+
+    monkeypatch.setattr(bench_heads, "trained", trained)
+    for name, step, tokens in (("medusa", 9, 2_000_000), ("hydra", 8, 2_000_000), ("hydra++", 9, 1000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "training.json").write_text(json.dumps({"step": step, "steps": 9, "config": {"tokens": tokens}}))
+    given = ["--data", "chat.jsonl", "--output", str(tmp_path), "--stages", "medusa,hydra,hydra++,eagle1-token"]
+    bench_heads.main(given)
+    assert started == ["hydra", "hydra++", "eagle1-token"]
+    assert "medusa: done already" in capsys.readouterr().out
+    status = 130
+    with pytest.raises(SystemExit) as ended:
+        bench_heads.main(given)
+    assert ended.value.code == 130
+    assert started[3:] == ["hydra"]
+    with pytest.raises(EyasError, match=r"unknown stage 'medusaa'; did you mean medusa"):
+        bench_heads.main(["--data", "chat.jsonl", "--stages", "medusaa"])
 
 
 def test_intervals_are_paired(command: Any) -> None:

@@ -1,6 +1,7 @@
 """Who takes part in a bench: from `--methods`, `--draft`, `--heads` and the methods' own flags to contestants.
 
-A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in. `all` takes every method
+A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in and head=NAME|PATH takes a
+head of --heads by its name, or another one. `all` takes every method
 of the folder that can run here and says of the others what they lack; a method that is named must be able to run. Plain decoding and
 transformers' generate are always among them; what transformers refuses to do with this target is said.
 """
@@ -112,11 +113,11 @@ def _drafter(
     from eyas import drafters
     from eyas.drafters._base import flags, options_from
 
-    name, options, beside = _parsed(llm, spec, heads)
+    name, options, beside, head = _parsed(llm, spec)
     kind = drafters.find(name)
     known = flags(kind.Options)
     chosen = options_from(kind.Options, {**{k: v for k, v in common.items() if k in known}, **options})
-    head = heads.get(name) or heads.get(kind.reads)
+    head = heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
     if head is None and kind.needs_weights and not random:
         raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")
     drafter = kind.random(llm.target, chosen) if head is None and random else kind.from_source(head, llm.target, chosen)
@@ -134,25 +135,27 @@ def _how_to_get(llm: LLM, reads: str) -> str:
     return f"`eyas train --method {reads} --target {llm.target.name} --data CHATS --output HEAD` trains one; name it: --draft {reads}=HEAD"
 
 
-def _parsed(llm: LLM, spec: str, heads: Mapping[str, str]) -> tuple[str, dict[str, Any], str | None]:
-    """NAME:option=value:... -> (name, options, the method that is merged in)."""
+def _parsed(llm: LLM, spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
+    """NAME:option=value:... -> (name, options, the method that is merged in, the head that is named)."""
     from eyas import drafters, tiny
 
     name, *parts = spec.split(":")
     kind = drafters.find(name)
     known = {flag.name: flag for flag in flags_of(kind.Options)}
     options: dict[str, Any] = {} if llm.target.name != "embedded" else {k: v for k, v in tiny.SMALL_TREE.items() if k in known}
-    beside = None
+    beside = head = None
     for part in parts:
         key, equals, value = part.partition("=")
         key = key.replace("-", "_")
         if key == "draft_with" and equals:
             beside = value
+        elif key == "head" and equals and kind.reads:
+            head = value
         elif key not in known or not equals:
-            raise OptionError(f"--methods {spec}: unknown option {key!r}; {near(key, [*known, 'draft_with'])}")
+            raise OptionError(f"--methods {spec}: unknown option {key!r}; {near(key, [*known, 'draft_with', 'head'])}")
         else:
             options[key] = _value(known[key], value, spec)
-    return name, options, beside
+    return name, options, beside, head
 
 
 def _value(flag: Flag, text: str, spec: str) -> Any:

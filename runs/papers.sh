@@ -1,0 +1,71 @@
+#!/bin/sh
+# The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/papers.md.
+#
+#     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
+#     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
+#     sh runs/papers.sh SHARED chats              one of: chats sampled six spec_bench inputs nestling_heads nestling tables
+#
+# Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
+set -eu
+SHARED=${1:-../shared}
+STAGES=${2:-chats sampled six spec_bench inputs nestling_heads nestling tables}
+OUT=${OUT:-out/papers}
+HEADS=${HEADS:-out/heads}
+PYTHON=${PYTHON:-.venv/bin/python}
+EVAL=$SHARED/data/eval
+NESTLING=${NESTLING:-$SHARED/models/nestling}
+mkdir -p "$OUT"
+
+# Trees of 26 nodes, root included, for every method that has trees; chains of five draft tokens for those that have none.
+TREE=tree.nodes=26:tree.depth=5:tree.branch=4
+EAGLES=eagle1:tree.choices=chain-5,eagle1:tree.choices=reference,eagle2:$TREE,eagle3:$TREE
+HEADED=medusa:tree.choices=dynamic:tree.nodes=26,hydra:tree.choices=dynamic:tree.nodes=26
+PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
+OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
+REST=rest:datastore=$OUT/datastore:rest.nodes=26
+ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES
+SIX=eagle:$EVAL/eagle
+CHATS=$OUT/chats.jsonl
+
+bench() { # NAME, then what eyas bench is given
+    name=$1; shift
+    echo "==> $name"
+    "$PYTHON" -m eyas bench --output "$OUT/$name" "$@" > "$OUT/$name.log"
+}
+
+# The last user turn of each held-in chat, with what was said before it.
+[ -f "$CHATS" ] || "$PYTHON" - "$EVAL/chat_heldin_300.jsonl.gz" "$CHATS" <<'PY'
+import gzip, json, sys
+with gzip.open(sys.argv[1], "rt") as source, open(sys.argv[2], "w") as out:
+    for line in source:
+        messages = json.loads(line)["messages"]
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        out.write(json.dumps({"messages": messages[: last + 1]}) + "\n")
+PY
+[ -d "$OUT/datastore" ] || "$PYTHON" -m eyas datastore build --data "$SHARED/data/train/chat.jsonl.gz" --output "$OUT/datastore"
+
+for stage in $STAGES; do
+    case $stage in
+    chats) bench chats --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --methods "$ALL" ;;
+    sampled) bench sampled --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 1 \
+        --methods "small_model:tree.choices=chain:depth=5,$HEADED,$EAGLES" ;;
+    six) bench six --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --heads "$HEADS" --methods "$ALL" ;;
+    spec_bench) bench spec_bench --tasks "spec_bench:$EVAL/spec_bench/question.jsonl" --limit "${LIMIT:-24}" --max-new-tokens 64 \
+        --heads "$HEADS" --methods "$OTHERS,$HEADED,$EAGLES" ;;
+    inputs) bench inputs --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 0 --temperature 1 \
+        --methods "$(for i in shifted unshifted feature token; do printf 'eagle1:head=eagle1-%s:tree.choices=chain-5,' $i; done)" ;;
+    nestling_heads) # warm-started from the embedded model's
+        for head in eagle1:eagle2:2e-3 eagle3:eagle3:1e-3; do
+            IFS=: read -r kind method rate <<EOF
+$head
+EOF
+            "$PYTHON" -m eyas train --target "$NESTLING" --data "$SHARED/data/train/chat.jsonl.gz" --method "$method" --init "src/eyas/tiny/weights/$kind" \
+                --output "$OUT/nestling_$kind" --tokens 250000 --batch-tokens 2048 --max-length 512 --lr "$rate" --warmup-steps 10 --heldout-tokens 10000 \
+                --eval-every 1000 --save-every 40
+        done ;;
+    nestling) bench nestling --target "$NESTLING" --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --temperature 0 --temperature 1 \
+        --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
+    tables) "$PYTHON" runs/papers.py --benches "$OUT" --output docs/papers.md ;;
+    *) echo "unknown stage $stage" >&2; exit 2 ;;
+    esac
+done

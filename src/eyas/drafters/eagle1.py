@@ -108,12 +108,12 @@ class Options(HeadOptions):
     """Flags of eagle1."""
 
     tree: StaticTree = field(default_factory=StaticTree)
-    verify: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+    verification: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify not in VERIFICATIONS:
-            raise OptionError(f"unknown verify {self.verify!r}; {near(self.verify, VERIFICATIONS)}")
+        if self.verification not in VERIFICATIONS:
+            raise OptionError(f"unknown verification {self.verification!r}; {near(self.verification, VERIFICATIONS)}")
 
 
 class UnshiftedSession(EagleSession):
@@ -148,8 +148,8 @@ class Method(EagleMethod):
     def plan(self) -> None:
         """Resolve the options once; OptionError when they are bad."""
         self.choices = self.options.tree.resolve()
-        if self.options.verify == "block" and (self.options.tree.noise != "drawn" or max(path[-1] for path in self.choices)):
-            raise OptionError("verify block is for a chain that is drawn: give --tree.choices chain --tree.noise drawn")
+        if self.options.verification == "block" and (self.options.tree.noise != "drawn" or max(path[-1] for path in self.choices)):
+            raise OptionError("verification block is for a chain that is drawn: give --tree.choices chain --tree.noise drawn")
         if max(path[-1] for path in self.choices) >= self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
 
@@ -210,14 +210,14 @@ class Method(EagleMethod):
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
-        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verify == "block")
+        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verification == "block")
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=StaticTree(f"chain-{depth}"), window=self.options.window)
         return Method(self.target, options, self.net, self.shape, self.embed_tokens)
 
     def describe(self) -> dict[str, Any]:
-        how = {"noise": self.options.tree.noise, **({"verify": "block"} if self.options.verify == "block" else {})}
+        how = {"noise": self.options.tree.noise, **({"verification": "block"} if self.options.verification == "block" else {})}
         tree = {
             "kind": "static", "choices": self.options.tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1, **how
         }  # fmt: skip

@@ -55,12 +55,12 @@ for stage in $STAGES; do
     inputs) bench inputs --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 0 --temperature 1 \
         --methods "$(for i in shifted unshifted feature token; do printf 'eagle1:head=eagle1-%s:tree.choices=chain-5,' $i; done)" ;;
     nestling_heads) # warm-started from the embedded model's
-        for head in eagle1:eagle2:2e-3 eagle3:eagle3:1e-3; do
-            IFS=: read -r kind method rate <<EOF
+        for head in eagle1:eagle2:2e-3:250000: eagle3:eagle3:1e-3:120000:--ttt.steps=4; do
+            IFS=: read -r kind method rate tokens more <<EOF
 $head
 EOF
             "$PYTHON" -m eyas train --target "$NESTLING" --data "$SHARED/data/train/chat.jsonl.gz" --method "$method" --init "src/eyas/tiny/weights/$kind" \
-                --output "$OUT/nestling_$kind" --tokens 250000 --batch-tokens 2048 --max-length 512 --lr "$rate" --warmup-steps 10 --heldout-tokens 10000 \
+                --output "$OUT/nestling_$kind" --tokens "$tokens" $more --batch-tokens 2048 --max-length 512 --lr "$rate" --warmup-steps 10 --heldout-tokens 10000 \
                 --eval-every 1000 --save-every 40
         done ;;
     nestling) bench nestling --target "$NESTLING" --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --temperature 0 --temperature 1 \

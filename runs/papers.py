@@ -1,0 +1,241 @@
+"""Tables of docs/papers.md from the benches of runs/papers.sh, each beside the published one.
+
+    python runs/papers.py --benches out/papers --output docs/papers.md
+
+Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's leaderboard of 2025-04-22. Benches that
+are not there are left out and named at the end. This program measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _command import run
+
+from eyas.bench.report import read_summary
+from eyas.errors import InputError
+from eyas.train.state import write_text
+
+Row = Mapping[str, Any]
+
+# What contestants of runs/papers.sh are called in a table; the longest beginning counts.
+NAMES = {
+    "vanilla": "vanilla",
+    "transformers": "transformers generate",
+    "transformers_prompt_lookup": "transformers, prompt lookup",
+    "transformers_assisted": "transformers, assisted",
+    "small_model": "speculative sampling (small_model), chain",
+    "prompt_lookup": "PLD",
+    "suffix": "suffix",
+    "lookahead": "Lookahead",
+    "self_speculative": "self-speculative, chain",
+    "rest": "REST",
+    "medusa": "Medusa",
+    "hydra": "Hydra",
+    "hydra:head=hydra++": "Hydra++",
+    "eagle1:tree.choices=chain": "EAGLE-1, chain",
+    "eagle1:tree.choices=reference": "EAGLE-1",
+    "eagle2": "EAGLE-2",
+    "eagle3": "EAGLE-3",
+    **{f"eagle1:head=eagle1-{inputs}": f"EAGLE-1 net on {words}" for inputs, words in (
+        ("shifted", "feature & shifted token"), ("unshifted", "feature & unshifted token"), ("feature", "feature"), ("token", "token"),
+    )},
+}  # fmt: skip
+
+# Speed-up and tau over EAGLE-2's six tasks, T = 0, Vicuna-7B on one RTX 3090 (EAGLE-2, table 1); EAGLE-3: LLaMA-3.1-8B, five tasks.
+SIX_TASKS = {
+    "speculative sampling (small_model), chain": (1.76, 2.34), "PLD": (1.70, 1.84), "Medusa": (1.76, 2.40), "Lookahead": (1.58, 1.69),
+    "Hydra": (2.55, 3.37), "EAGLE-1": (2.78, 3.79), "EAGLE-2": (3.39, 4.68), "EAGLE-3": (4.44, 6.23),
+}  # fmt: skip
+# Speed-ups on Spec-Bench, Vicuna-7B on one RTX 3090: MT-bench, translation, summarising, QA, mathematics, RAG; tokens per cycle over all.
+SPEC_BENCH = {
+    "speculative sampling (small_model), chain": (None,) * 6 + (2.28,), "PLD": (1.64, 1.15, 2.46, 1.28, 1.72, 1.71, 1.73),
+    "Medusa": (None,) * 6 + (2.32,), "Lookahead": (None,) * 6 + (1.64,), "REST": (None,) * 6 + (1.63,), "Hydra": (None,) * 6 + (3.26,),
+    "EAGLE-1": (2.31, 1.72, 2.00, 1.91, 2.38, 1.75, 3.57), "EAGLE-2": (2.56, 1.78, 2.09, 2.07, 2.66, 1.86, 4.35),
+}  # fmt: skip
+# n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by temperature; tau of its chain (table 5).
+ALPHA = {0.0: ((0.79, 0.74, 0.72, 0.73, 0.67), 3.94), 1.0: ((0.71, 0.68, 0.66, 0.66, 0.65), 3.17)}
+CHAIN_TAU = 3.20
+
+
+def name_of(method: str) -> str:
+    """The contestant's name in a table."""
+    known = [start for start in NAMES if method == start or method.startswith((f"{start}:", f"{start}-"))]
+    return NAMES[max(known, key=len)] if known else method
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A summary, asked by temperature and task."""
+
+    name: str
+    summary: Mapping[str, Any]
+
+    def rows(self, temperature: float, task: str = "all") -> dict[str, Row]:
+        """Name in a table -> row; in the order of the bench."""
+        chosen = [r for r in self.summary["rows"] if r["temperature"] == temperature and r["task"] == task]
+        return {name_of(r["method"]): r for r in chosen}
+
+    @property
+    def tasks(self) -> list[str]:
+        return [t for t in dict.fromkeys(r["task"] for r in self.summary["rows"]) if t != "all"]
+
+    def alpha(self, temperature: float) -> dict[str, Sequence[float | None]]:
+        """n-alpha of the methods that were looked at in a chain."""
+        found, end = {}, f", T = {temperature:g}"
+        several = len({r["temperature"] for r in self.summary["rows"]}) > 1
+        for key, probe in self.summary["probes"].items():
+            if probe["n_alpha"] and key.endswith(end) == several:
+                found[name_of(key.removesuffix(end))] = probe["n_alpha"]
+        return found
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def with_interval(row: Row, key: str) -> str:
+    """value [low, high]."""
+    if key == "speedup":
+        value, low, high = row["speedup"], row["speedup_low"], row["speedup_high"]
+    else:
+        value, low, high = row[f"{key}_interval"] or (row[key], None, None)
+    return number(value) if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float, float]] | None = None) -> str:
+    """All methods over all prompts."""
+    head = ["", "tokens/s", "speed-up over vanilla", "over generate", "tau", "c", "equal texts"]
+    lines = []
+    for name, row in bench.rows(temperature).items():
+        differ = len(row["differ"])
+        equal = {True: "yes", None: "not compared"}.get(row["equal"], f"{differ} not")
+        line = [name, number(row["tokens_per_second"], 1), with_interval(row, "speedup"), number(row["speedup_vs_transformers"])]
+        line += ["" if row["tau"] is None else with_interval(row, "tau"), number(row["c"]), equal]
+        if published is not None:
+            speed, tau = published.get(name, (None, None))
+            line.append("" if speed is None else f"{speed:.2f}x, {tau:.2f}")
+        lines.append(line)
+    return table([*head, *(["published: speed-up, tau"] if published is not None else [])], lines)
+
+
+def by_task(bench: Bench, temperature: float, published: Mapping[str, Sequence[float | None]] | None = None) -> str:
+    """speed-up and tau of every method on every task."""
+    lines = []
+    for name in bench.rows(temperature):
+        here = [bench.rows(temperature, task).get(name) for task in bench.tasks]
+        cells = ["" if r is None else f"{number(r['speedup'])}x {number(r['tau'])}" for r in here]
+        if published is not None:
+            theirs = published.get(name)
+            cells += [""] if theirs is None else [" ".join(number(x) if x else "-" for x in theirs[:-1]) + f"; {number(theirs[-1])}"]
+        lines.append([name, *cells])
+    head = ["", *(task.split("/")[-1] for task in bench.tasks)]
+    return table([*head, *(["published: speed-ups; tau"] if published is not None else [])], lines)
+
+
+def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) -> str:
+    lines = []
+    for temperature in temperatures:
+        rows = bench.rows(temperature)
+        for name, found in bench.alpha(temperature).items():
+            tau = rows[name]["tau"] if name in rows else None
+            lines.append([f"T = {temperature:g}, {name}", number(tau), *(number(x) for x in [*found, *[None] * 5][:5])])
+        if published and temperature in ALPHA:
+            theirs, tau = ALPHA[temperature]
+            lines.append([f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", number(tau), *map(number, theirs)])
+    return table(["", "tau", "0-alpha", "1-alpha", "2-alpha", "3-alpha", "4-alpha"], lines)
+
+
+def machine(bench: Bench) -> str:
+    settings, minutes = bench.summary["settings"], bench.summary["minutes"]
+    warnings = " ".join(bench.summary["warnings"])
+    return f"`{bench.summary['command']}`\n\n{settings['dtype']}, {minutes:.0f} minutes. {warnings}\n"
+
+
+def chats(bench: Bench) -> str:
+    text = "Held-in chats (the embedded model's home ground), T = 0; every tree has 26 nodes, every chain five draft tokens.\n\n"
+    return text + whole(bench, 0.0) + "\n" + alphas(bench, [0.0]) + "\n" + machine(bench)
+
+
+def sampled(bench: Bench) -> str:
+    text = "The same chats at T = 1. Chosen trees with shared noise return plain decoding's own ids; what is drawn has its law.\n\n"
+    return text + whole(bench, 1.0) + "\n" + alphas(bench, [1.0]) + "\n" + machine(bench)
+
+
+def six(bench: Bench) -> str:
+    text = (
+        "Published: means over the tasks, Vicuna-7B on one RTX 3090, T = 0; EAGLE-3: LLaMA-3.1-8B, five of the tasks. "
+        "Ours: a 28M-parameter model that knows bookings and small talk and is lost on most of these questions; its answers loop, which "
+        "flatters whoever copies.\n\n"
+    )
+    return text + whole(bench, 0.0, SIX_TASKS) + "\n" + by_task(bench, 0.0) + "\n" + machine(bench)
+
+
+def spec_bench(bench: Bench) -> str:
+    text = "Published: Vicuna-7B on one RTX 3090, in the order MT-bench, translation, summarising, QA, mathematics, RAG.\n\n"
+    return text + by_task(bench, 0.0, SPEC_BENCH) + "\n" + whole(bench, 0.0) + "\n" + machine(bench)
+
+
+def inputs(bench: Bench) -> str:
+    text = "Four nets of the same size, each on as many tokens (`make bench-heads`), chains of five.\n\n"
+    return text + "\n".join(whole(bench, t) for t in (0.0, 1.0)) + "\n" + alphas(bench, [0.0, 1.0], published=False) + "\n" + machine(bench)
+
+
+def nestling(bench: Bench) -> str:
+    text = "The model that the embedded one's training began from, with heads warm-started from the embedded one's.\n\n"
+    return (
+        text + "\n".join(f"T = {t:g}:\n\n{whole(bench, t)}" for t in (0.0, 1.0)) + "\n" + alphas(bench, [0.0, 1.0]) + "\n" + machine(bench)
+    )
+
+
+# Bench -> heading, how it is told.
+SECTIONS: dict[str, tuple[str, Callable[[Bench], str]]] = {
+    "chats": ("All methods, chats (EAGLE-1 figures 1 and 9, tables 1 and 5; EAGLE-2 table 1)", chats),
+    "sampled": ("Sampling (EAGLE-1 figure 2, table 1; EAGLE-2 table 2)", sampled),
+    "six": ("The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)", six),
+    "spec_bench": ("Spec-Bench", spec_bench),
+    "inputs": ("What the net reads (EAGLE-1 figures 3, 5 and 10)", inputs),
+    "nestling": ("Another target: nestling", nestling),
+}
+
+
+def page(folder: Path) -> str:
+    """The whole page but for what a person wrote: that stands in docs/results.md."""
+    parts, missing = [], []
+    for name, (heading, tell) in SECTIONS.items():
+        if not (folder / name / "summary.json").exists():
+            missing.append(name)
+            continue
+        parts.append(f"## {heading}\n\n{tell(Bench(name, read_summary(folder / name)))}")
+    if not parts:
+        raise InputError(f"{folder} holds no finished bench of runs/papers.sh")
+    if missing:
+        parts.append(f"Not run: {', '.join(missing)}.\n")
+    intro = (
+        "# The papers at our scale\n\nMade by `runs/papers.py` from the benches of `runs/papers.sh`; what it means is said in "
+        "[results](results.md), what a column is in [benchmark](benchmark.md). Intervals: 95 %, bootstrap over prompts, paired.\n"
+    )
+    return "\n".join([intro, *parts])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--benches", type=Path, required=True, help="the folder of runs/papers.sh")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    write_text(args.output, page(args.benches))
+    print(json.dumps({"output": str(args.output)}))
+
+
+if __name__ == "__main__":
+    run(main)

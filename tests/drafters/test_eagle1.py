@@ -123,7 +123,7 @@ def test_the_loss(target: Target, inputs: str) -> None:
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),
     ("eagle1", {"tree.noise": "shared"}),
-    ("eagle1", {"tree.choices": "chain-3"}),
+    ("eagle1", {"tree.choices": "chain-3", "verification": "block"}),
     ("eagle2", WIDE),
     ("eagle2", {**WIDE, "window.size": 7, "window.sink": 2}),
 ]

@@ -38,7 +38,7 @@ bench() { # NAME, then what eyas bench is given
 import gzip, json, sys
 with gzip.open(sys.argv[1], "rt") as source, open(sys.argv[2], "w") as out:
     for line in source:
-        messages = json.loads(line)["messages"]
+        messages = json.loads(line)["conversations"]
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         out.write(json.dumps({"messages": messages[: last + 1]}) + "\n")
 PY

@@ -66,7 +66,8 @@ CHAIN_TAU = 3.20
 def name_of(method: str) -> str:
     """The contestant's name in a table."""
     known = [start for start in NAMES if method == start or method.startswith((f"{start}:", f"{start}-"))]
-    return NAMES[max(known, key=len)] if known else method
+    name = NAMES[max(known, key=len)] if known else method
+    return name + " with suffix" * method.endswith(":draft_with=suffix")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ HEADED=medusa:tree.choices=dynamic:tree.nodes=26,hydra:tree.choices=dynamic:tree
 PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
 OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
 REST=rest:datastore=$OUT/datastore:rest.nodes=26
-ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES
+ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix
 SIX=eagle:$EVAL/eagle
 CHATS=$OUT/chats.jsonl
 

@@ -88,8 +88,8 @@ def _speedup(summary: Summary) -> Figure | None:
         at = [i + place * height for i, m in enumerate(methods) if m in rows]
         here = [rows[m] for m in methods if m in rows]
         value = [r["speedup"] for r in here]
-        reach = [[max(0.0, v - r["speedup_low"]) for v, r in zip(value, here, strict=True)],
-                 [max(0.0, r["speedup_high"] - v) for v, r in zip(value, here, strict=True)]]  # fmt: skip
+        ends = [(v if r["speedup_low"] is None else r["speedup_low"], r["speedup_high"] or v) for v, r in zip(value, here, strict=True)]
+        reach = [[max(0.0, sign * (v - end[i])) for v, end in zip(value, ends, strict=True)] for i, sign in ((0, 1), (1, -1))]
         bars = axes.barh(at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}")
         axes.bar_label(bars, [f" {v:.2f}x" for v in value], fontsize=8, padding=3)
     axes.axvline(1, color="0.4", lw=1)

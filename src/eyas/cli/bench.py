@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from eyas.cli._contestants import HEADS, contestants
 from eyas.cli._errors import Interrupted, note, problem
 from eyas.cli._load import load, quiet
-from eyas.cli._options import LAW_BASE, MODEL_BASE, SAMPLING_LAW, MethodCommand, examples, method_options, option, stack
+from eyas.cli._options import LAW_BASE, MODEL_BASE, SAMPLING_LAW, TRAINING, MethodCommand, examples, method_options, option, stack
 from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ EXAMPLES = examples(
 )
 
 
-@click.command("bench", cls=MethodCommand, epilog=EXAMPLES, panel="Answers")
+@click.command("bench", cls=MethodCommand, without=(TRAINING,), epilog=EXAMPLES, panel="Answers")
 @stack(
     option("Model", "--methods", default="all", metavar="A,B", help="Names, or NAME:option=value:...; all: every method that can run."),
     option(
@@ -72,41 +72,57 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
     """Compare methods: speed, acceptance, and whether the texts are equal."""
     if given["compare"]:
         return _compare(ctx, *given["compare"], as_json=given["as_json"])
-    prompts = _prompts(given)
-    from eyas.bench.machine import snapshot
-    from eyas.bench.run import Bench, locked
+    from eyas.bench.run import locked
     from eyas.bench.simulate import parse_rates
-    from eyas.bench.summary import summarise, write
     from eyas.sampling import Sampling
 
-    law = {name: given[name] for name in SAMPLING_LAW if name != "temperature"}
-    temperatures = tuple(dict.fromkeys(given["temperatures"]))
-    for temperature in temperatures:
-        Sampling(temperature=temperature, **law)
+    for temperature in given["temperatures"]:
+        Sampling(temperature=temperature, **_law(given))
     if given["simulate_acceptance"] is not None:
         parse_rates(given["simulate_acceptance"])
+    prompts, folder = _prompts(given), Path(given["output"])
+    with locked(folder):
+        summary = _measured(given, method_options(ctx), prompts, folder)
+    return _say(summary, folder, given)
+
+
+def _law(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in SAMPLING_LAW if name != "temperature"}
+
+
+def _measured(given: Mapping[str, Any], options: Mapping[str, Any], prompts: list[Prompt], folder: Path) -> dict[str, Any]:
+    """The bench, from the models to the files in its folder."""
+    from eyas.bench.machine import snapshot
+    from eyas.bench.run import Bench
+    from eyas.bench.summary import summarise, write
+
     llm = load({**given, "draft": None, "method": "vanilla"}, {})
-    entered, skipped = contestants(llm, given, method_options(ctx))
+    entered, skipped = contestants(llm, given, options)
     for name, why in skipped.items():
         note(f"{name} is left out: {why}")
-    compare = given["simulate_acceptance"] is None
-    bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], law, compare=compare)
+    simulated, temperatures = given["simulate_acceptance"], tuple(dict.fromkeys(given["temperatures"]))
+    bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], _law(given), compare=simulated is None)
     bench.prompts = _fitting(bench)
-    folder = Path(given["output"])
-    with locked(folder), _bar() as on_prompt:
-        if given["restart"]:
-            bench.forget(folder)
-        before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
-        try:
+    if given["restart"]:
+        bench.forget(folder)
+    before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
+    try:
+        with _bar() as on_prompt:
             answers = bench.run(folder, on_prompt)
             summary = summarise(
-                bench, answers, before, command_line, probe_prompts=given["probe"], skipped=skipped,
-                simulated=given["simulate_acceptance"], on_prompt=on_prompt,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
-        write(folder, summary)
-    return _say(summary, folder, given)
+                bench,
+                answers,
+                before,
+                command_line,
+                probe_prompts=given["probe"],
+                skipped=skipped,
+                simulated=simulated,
+                on_prompt=on_prompt,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
+    write(folder, summary)
+    return summary
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Prompt]:

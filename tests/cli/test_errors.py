@@ -34,6 +34,7 @@ BAD = {
     "no number": ((*GENERATE, "x", "--top-k", "many"), ["--top-k", "'many' is not a valid integer"]),
     "unknown method": ((*GENERATE, "x", "--method", "eagel2"), ["unknown method 'eagel2'", "eagle2"]),
     "no such module": ((*GENERATE, "x", "--method", "my.method"), ["method 'my.method' cannot be loaded", "No module named 'my'"]),
+    "an option for training": ((*GENERATE, "x", "--ttt.steps", 3), ["No such option", "--ttt.steps"]),
     "option of another method": (
         (*GENERATE, "x", "--draft", "head", "--tree.choices", "chain"),
         ["unknown option 'tree.choices'", "or tree.nodes"],

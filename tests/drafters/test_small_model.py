@@ -233,7 +233,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two trees": ({"dynamic.nodes": 8, "tree.choices": "reference"}, "a dynamic tree needs"),
     "half a dynamic tree": ({"dynamic.branch": 3}, r"a dynamic tree needs dynamic\.nodes"),
     "a dynamic tree of nothing": ({"dynamic.nodes": 0}, r"tree\.nodes must be"),
-    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole chain"),
+    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole drawn chain"),
     "net": ({"net.width": 100}, "multiple of 32"),
 }
 

@@ -27,6 +27,7 @@ __all__ = [
     "MODEL_BASE",
     "SAMPLING",
     "SAMPLING_LAW",
+    "TRAINING",
     "VERBOSE",
     "Command",
     "Flag",
@@ -122,12 +123,21 @@ class Command(click.RichCommand):
         self.panels = [click.RichOptionPanel(name) for name in PANELS]
 
 
+# How the help of fields begins that mean nothing where a trained head is only used.
+TRAINING, NEW_HEADS = "training only", "new heads only"
+
+
 class MethodCommand(Command):
-    """A command that takes the flags of every method."""
+    """A command that takes the flags of every method, but for those that would be ignored there: `without`, beginnings of their help."""
+
+    def __init__(self, *args: Any, without: tuple[str, ...] = (TRAINING, NEW_HEADS), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.without = without
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         own = super().get_params(ctx)
-        return [*own[:-1], *_method_flags(ctx.meta.get(_OUTSIDE)), *own[-1:]]  # --help stays the last
+        taken = [flag for flag in _method_flags(ctx.meta.get(_OUTSIDE)) if not str(flag.help).startswith(self.without)]
+        return [*own[:-1], *taken, *own[-1:]]  # --help stays the last
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         name = _value_of("--method", args)
@@ -151,7 +161,7 @@ def _value_of(option: str, args: list[str]) -> str | None:
 
 
 @functools.cache
-def _method_flags(outside: str | None) -> tuple[click.Parameter, ...]:
+def _method_flags(outside: str | None) -> tuple[click.RichOption, ...]:
     """One click option for each name that any method has. The same objects at every call: click compares them."""
     from eyas import drafters
 
@@ -161,7 +171,10 @@ def _method_flags(outside: str | None) -> tuple[click.Parameter, ...]:
             found.setdefault(flag.name, {})[method] = flag
     options = []
     for by_method in found.values():
-        where = "; ".join(f"{method}: {flag.shown}" for method, flag in by_method.items())
+        by_default: dict[str, list[str]] = {}
+        for method, flag in by_method.items():
+            by_default.setdefault(flag.shown, []).append(method)
+        where = "; ".join(f"{', '.join(methods)}: {default}" for default, methods in by_default.items())
         explained = next((flag.help for flag in by_method.values() if flag.help), "")
         options.append(field_option(next(iter(by_method.values())), "Method", f"{explained} [{where}]"))
     return tuple(options)
@@ -205,7 +218,7 @@ def _comments(kind: type) -> dict[str, str]:
     return {found[1]: found[2].strip() for line in lines if (found := re.match(r"\s+(\w+): .*?\s# (?!noqa|type:)(.+)$", line))}
 
 
-def field_option(flag: Flag, panel: str, said: str) -> click.Option:
+def field_option(flag: Flag, panel: str, said: str) -> click.RichOption:
     """A click option that puts what is given into `ctx.meta[panel]`, by the flag's name; nothing when it is not given."""
 
     def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:

@@ -47,7 +47,7 @@ class _FeaturesCommand(MethodCommand):
         return super().parse_args(ctx, args)
 
 
-@click.command("features", cls=_FeaturesCommand, epilog=EXAMPLES, panel="Heads")
+@click.command("features", cls=_FeaturesCommand, without=(), epilog=EXAMPLES, panel="Heads")
 @stack(
     option("Data", "--data", multiple=True, metavar="FILE", help="Chats (JSONL) or plain text, .gz too; several are mixed."),
     option("Data", "--output", required=True, metavar="FOLDER", help="Where the features go."),

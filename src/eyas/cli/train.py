@@ -66,7 +66,7 @@ def _config_flag(flag: Flag, said: str) -> click.Option:
     return click.RichOption([f"--{flag.name}"], is_flag=True, callback=made.callback, expose_value=False, help=flag.help, panel=PANEL)
 
 
-@click.command("train", cls=_TrainCommand, epilog=EXAMPLES, panel="Heads")
+@click.command("train", cls=_TrainCommand, without=(), epilog=EXAMPLES, panel="Heads")
 @stack(
     option("Data", "--data", multiple=True, metavar="FILE", help="Chats (JSONL) or plain text, .gz too; several are mixed."),
     option("Data", "--features", metavar="FOLDER", help="What `eyas features` wrote, instead of --data."),

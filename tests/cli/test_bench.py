@@ -87,6 +87,28 @@ def test_all_names_who_cannot_run_and_why(run: Run, bench: tuple[object, ...], w
         assert any(line.startswith(f"eyas: {name} is left out: ") and words in line for line in result.stderr.splitlines()), name
 
 
+@pytest.mark.usefixtures("embedded")
+def test_small_trees_of_the_embedded_model(run: Run, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: the embedded model's small tree goes over a flag of the user's, or gives medusa, whose usual tree is static, a dynamic one's
+    nodes, which is refused."""
+    monkeypatch.chdir(tmp_path)
+    command = ("bench", "--prompts", prompts, "--output", tmp_path / "out", *QUICK, "--limit", 1, "--simulate-acceptance", "0.5", "--json")
+
+    def trees(*given: object) -> dict[str, Any]:
+        found = summary_of(run(*command, *given, "--restart"))
+        return {name: {k: tree.get(k) for k in ("nodes", "depth")} for name, about in found["settings"]["methods"].items()
+                if (tree := about.get("tree"))}  # fmt: skip
+
+    alike = {"nodes": 4, "depth": 3}
+    assert trees("--methods", "eagle1,eagle2,eagle2:tree.expand=confidence,medusa,small_model") == {
+        "eagle1": alike, "eagle2": {"nodes": 5, "depth": 3}, "eagle2:tree.expand=confidence": {"nodes": 5, "depth": 3},
+        "medusa": alike, "small_model": alike,
+    }  # fmt: skip
+    assert trees("--methods", "eagle2,small_model:depth=2", "--tree.nodes", 9, "--tree.depth", 4) == {
+        "eagle2": {"nodes": 9, "depth": 4}, "small_model:depth=2": {"nodes": 3, "depth": 2}
+    }  # fmt: skip
+
+
 # --- mistakes ----------------------------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,8 @@
 A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in and head=NAME|PATH takes a
 head of --heads by its name, or another one. `all` takes every method
 of the folder that can run here and says of the others what they lack; a method that is named must be able to run. Plain decoding and
-transformers' generate are always among them; what transformers refuses to do with this target is said.
+transformers' generate are always among them; what transformers refuses to do with this target is said. With the embedded model trees are
+its small ones, unless a flag or the part itself says something about their shape.
 """
 
 from __future__ import annotations
@@ -110,13 +111,16 @@ def _drafter(
     llm: LLM, spec: str, heads: Mapping[str, str], common: Mapping[str, Any], random: bool
 ) -> tuple[Drafter, str | None]:  # fmt: skip
     """A method with its head and options; `random`: with random weights where it has no head."""
-    from eyas import drafters
+    from eyas import drafters, tiny
     from eyas.drafters._base import flags, options_from
 
-    name, options, beside, head = _parsed(llm, spec)
+    name, options, beside, head = _parsed(spec)
     kind = drafters.find(name)
     known = flags(kind.Options)
-    chosen = options_from(kind.Options, {**{k: v for k, v in common.items() if k in known}, **options})
+    asked = {**{k: v for k, v in common.items() if k in known}, **options}
+    small = {k: v for k, v in tiny.SMALL_TREE.items() if known.get(k) is not None}  # None: of another tree than the method's usual one
+    shaped = asked.keys() & {*tiny.SMALL_TREE, "depth", "dynamic.nodes"}
+    chosen = options_from(kind.Options, asked if shaped or llm.target.name != "embedded" else {**small, **asked})
     head = heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
     if head is None and kind.needs_weights and not random:
         raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")
@@ -135,14 +139,14 @@ def _how_to_get(llm: LLM, reads: str) -> str:
     return f"`eyas train --method {reads} --target {llm.target.name} --data CHATS --output HEAD` trains one; name it: --draft {reads}=HEAD"
 
 
-def _parsed(llm: LLM, spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
+def _parsed(spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
     """NAME:option=value:... -> (name, options, the method that is merged in, the head that is named)."""
-    from eyas import drafters, tiny
+    from eyas import drafters
 
     name, *parts = spec.split(":")
     kind = drafters.find(name)
     known = {flag.name: flag for flag in flags_of(kind.Options)}
-    options: dict[str, Any] = {} if llm.target.name != "embedded" else {k: v for k, v in tiny.SMALL_TREE.items() if k in known}
+    options = dict[str, Any]()
     beside = head = None
     for part in parts:
         key, equals, value = part.partition("=")

@@ -98,7 +98,7 @@ def main() -> None:
     llm = eyas.load(method="vanilla")
     with gzip.open(args.chats, "rt") as f:
         chats = [json.loads(line)["conversations"] for line in f][: args.limit]
-    rows = Rows(args.output.with_suffix(".raw.jsonl"), {"chats": str(args.chats), "limit": args.limit, "new": args.max_new_tokens})
+    rows = Rows(args.output.with_suffix(".raw.jsonl"), {"chats": args.chats.name, "new": args.max_new_tokens})
     drafters = {name: drafter_of(llm, method, options) for name, (method, options, _) in WAYS.items()}
     for i, turns in enumerate(track(chats, description="chats")):
         last = max(j for j, turn in enumerate(turns) if turn["role"] == "user")

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from eyas.datastore._manifest import DEPTH, MANIFEST, Manifest, Read, Stored, mapped, replaced, told, write_array
+from eyas.datastore._manifest import DEPTH, MANIFEST, Manifest, Read, Stored, mapped, told, write_array
 from eyas.datastore._segment import Array, dtype_for, joined, separator_of, together
 from eyas.datastore._suffixes import order_of
 from eyas.errors import InputError, OptionError
+from eyas.files import replaced
 
 __all__ = ["Settings", "Source", "build"]
 
@@ -187,7 +188,7 @@ def _segment(folder: Path, tokens_T: Array, on_stage: OnStage) -> Stored:
     on_stage(f"sorting {len(tokens_T):,} tokens")
     size, digest = write_array(stored.path(folder, "tokens"), tokens_T)
     order_size, order_digest = write_array(stored.path(folder, "suffixes"), order_of(tokens_T, DEPTH))
-    with replaced(said) as stream:
+    with told(said, "written"), replaced(said) as stream:
         stream.write(json.dumps({"bytes": [size, order_size], "sha256": [digest, order_digest]}).encode())
     return Stored(name, len(tokens_T), (size, order_size), (digest, order_digest))
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from eyas.datastore._segment import Array
 from eyas.errors import InputError
+from eyas.files import replaced
 
 __all__ = ["DEPTH", "MANIFEST", "Manifest", "Read", "Stored", "damaged", "mapped", "replaced", "told", "write_array"]
 
@@ -79,7 +79,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         held = {"format": FORMAT, "version": VERSION, "id": self.id, "sorted_to": DEPTH, **asdict(self)}
-        with replaced(folder / MANIFEST) as stream:
+        with told(folder / MANIFEST, "written"), replaced(folder / MANIFEST) as stream:
             stream.write((json.dumps(held, indent=1) + "\n").encode())
 
     @classmethod
@@ -154,26 +154,10 @@ def _digest(path: Path) -> str:
 
 def write_array(path: Path, array: Array) -> tuple[int, str]:
     """An .npy file; returns (bytes, SHA-256). InputError when it cannot be written; OSError when the disk is full."""
-    with replaced(path) as stream:
+    with told(path, "written"), replaced(path) as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
         stream.write(array.view(np.uint8).data)
     return path.stat().st_size, _digest(path)
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Written beside its place, renamed when it is whole and on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with told(path, "written"):
-        try:
-            with open(beside, "wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(beside, path)
-        finally:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from eyas.drafters import small_model
 from eyas.drafters._base import Drafter
 from eyas.drafters._skip import Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
+from eyas.files import replaced
 from eyas.target import Target
 
 __all__ = ["Method", "Options", "remembered_search"]
@@ -93,7 +94,6 @@ def remembered_search(target: Target) -> Found:
     found = search(target, own_text(target))
     with suppress(OSError):  # then it is searched again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with replaced(path) as stream:
+            stream.write((json.dumps(asdict(found)) + "\n").encode())
     return found

@@ -9,13 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.train._whole import write_whole
+from eyas.files import replaced
 
 __all__ = ["digest_of", "digest_of_file", "read_header", "view_of", "write_tensors"]
 
@@ -50,12 +50,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run
         leftover.unlink(missing_ok=True)
 
-    def write(stream: BinaryIO) -> None:
+    with replaced(path) as stream:
         stream.write(len(said).to_bytes(8, "little") + said)
         for value in tensors.values():
             stream.write(view_of(value))
-
-    write_whole(path, write)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, int]:

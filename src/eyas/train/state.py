@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from eyas.errors import InputError
-from eyas.train._whole import write_whole
+from eyas.files import replaced
 
 __all__ = ["Log", "load_state", "prepare", "save_state", "write_text"]
 
@@ -49,8 +49,8 @@ def _told(path: Path) -> Iterator[None]:
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """InputError when it cannot be written; what was there then stays."""
-    with _told(path):
-        write_whole(path, lambda stream: torch.save(dict(state), stream))
+    with _told(path), replaced(path) as stream:
+        torch.save(dict(state), stream)
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """A small file, always whole."""
-    with _told(path):
-        write_whole(path, lambda stream: stream.write(text.encode()))
+    with _told(path), replaced(path) as stream:
+        stream.write(text.encode())
 
 
 class Log:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["replaced"]
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside the place and rename into it once it is on the disk: the file there is the old one or the new one. OSError when not."""
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Written beside its place, renamed into it once it is on the disk: the file there is the old one or the new one. OSError when not."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "wb") as stream:
-            write(stream)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(beside, path)

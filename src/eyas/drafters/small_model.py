@@ -137,9 +137,7 @@ class Method(Drafter):
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
         self.block = self.options.verification == "block"
         if self.block and (self.dynamic or branches or self.options.tree.noise != "drawn" or self.options.confidence):
-            raise OptionError(
-                "verification block is for a whole drawn chain: leave tree.choices, tree.noise, dynamic and confidence out"
-            )
+            raise OptionError("verification block is for a whole drawn chain: leave tree.choices, tree.noise, dynamic and confidence out")
 
     @property
     def studies(self) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ CHAIN_TAU = 3.20
 def name_of(method: str) -> str:
     """The contestant's name in a table."""
     known = [start for start in NAMES if method == start or method.startswith((f"{start}:", f"{start}-"))]
+    if method.startswith("eagle1:") and method.endswith("optimal.json"):
+        return "EAGLE-1, Sequoia's tree"
     name = NAMES[max(known, key=len)] if known else method
     return name + " with suffix" * method.endswith(":draft_with=suffix")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -387,7 +388,7 @@ def test_reports(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({**again, "format": 0}))
     with pytest.raises(InputError, match="format 0"):
         report.read_summary(tmp_path)
-    told = summarise(run, run.run(tmp_path), snapshot(), "x", simulated="0.5")
+    told = summarise(replace(run, simulated="0.5"), run.run(tmp_path), snapshot(), "x")
     assert "SIMULATED" in told["title"]
     assert "simulated" in told["warnings"][0]
     assert "SIMULATED" in report.page(told, {})

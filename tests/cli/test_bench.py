@@ -211,7 +211,7 @@ def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_pa
     assert "cannot be read as a summary" in refused("bench", "--compare", outs[0], tmp_path / "nothing")
 
 
-def test_simulated_acceptance_is_said_everywhere(run: Run, bench: tuple[object, ...], tmp_path: Path) -> None:
+def test_simulated_acceptance_is_said_everywhere(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
     """Bug: numbers of a lot pass for a method's. Methods without a head take part with random weights; transformers as it is."""
     found = summary_of(
         run(*bench, "--methods", "eagle2,medusa", "--tree.depth", 3, "--simulate-acceptance", "1", "--max-new-tokens", 40, "--json")
@@ -221,7 +221,10 @@ def test_simulated_acceptance_is_said_everywhere(run: Run, bench: tuple[object, 
     assert all(row["tokens"] == 3 * 40 and row["equal"] for row in (rows["vanilla"], rows["transformers"]))
     assert rows["eagle2"]["tokens"] == 3 * 40, "an accidental end would make texts of different lengths"
     assert rows["eagle2"]["tau"] > 2
+    assert rows["eagle2"]["equal"] is None, "its text is the lot's"
     assert "SIMULATED" in found["title"]
+    assert "holds another bench (simulated differ)" in refused(*bench, "--methods", "eagle2,medusa", "--tree.depth", 3,
+                                                               "--simulate-acceptance", "0.5", "--max-new-tokens", 40)  # fmt: skip
     for name in ("report.html", "report.md"):
         assert "SIMULATED" in (tmp_path / "out" / name).read_text()
 

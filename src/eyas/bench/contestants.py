@@ -75,7 +75,7 @@ class Drafting(Contestant):
         device = self.drafter.target.device
         before = cost.memory(device)
         answer = answer_from(self._timed(question.request, watch), **question.about(self.name))
-        return answer.but(memory=_memory(device, before))
+        return answer.but(memory=_memory(device, before), comparable=answer.comparable and self.verify is verify)
 
     def _timed(self, request: Request, watch: Watch | None) -> Iterator[tuple[Step, float]]:
         """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
@@ -152,7 +152,7 @@ class Transformers(Contestant):
             try:
                 found = model.generate(
                     ids_1T, attention_mask=torch.ones_like(ids_1T), streamer=deliveries, max_new_tokens=request.max_new_tokens,
-                    **_ends(request), **_law(request.sampling), **self.how,
+                    **_ends(request, self.target.vocab_size), **_law(request.sampling), **self.how,
                 )  # fmt: skip
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ModelError(f"{self.name}: transformers refuses: {' '.join(str(error).split())[:200]}") from error
@@ -180,10 +180,10 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
     return fitted
 
 
-def _ends(request: Request) -> dict[str, Any]:
+def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
     """Where generate must stop. Without EOS ids it is told of one that is no token."""
     eos = sorted(request.eos)
-    return {"eos_token_id": eos or [-1], "pad_token_id": eos[0] if eos else 0}
+    return {"eos_token_id": eos or [vocab_size], "pad_token_id": eos[0] if eos else 0}
 
 
 def _law(sampling: Sampling) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Bench:
     temperatures: Sequence[float] = (0.0,)
     max_new_tokens: int = 128
     sampling: dict[str, Any] = field(default_factory=dict)
-    compare: bool = True  # False: acceptance is simulated, texts mean nothing
+    simulated: str | None = None  # the rates, where acceptance is simulated
 
     def settings(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -103,7 +103,7 @@ class Bench:
             "device": str(target.device), "machine": [cpu_name(), *(gpu["name"] for gpu in gpus())], "threads": torch.get_num_threads(),
             "versions": versions(), "methods": {c.name: c.describe() for c in self.contestants}, "prompts": [p.id for p in self.prompts],
             "texts": asked, "temperatures": list(self.temperatures), "max_new_tokens": self.max_new_tokens, "sampling": self.sampling,
-            "compare": self.compare,
+            "simulated": self.simulated,
         }  # fmt: skip
 
     def unfit(self) -> dict[str, str]:
@@ -198,7 +198,7 @@ class Bench:
             raise FitError(f"it has {len(request.prompt)} tokens, the target's context is {self.llm.target.context}")
         if max(request.prompt) >= (vocab := self.llm.target.vocab_size):
             raise InputError(f"token id {max(request.prompt)} is outside the target's vocabulary of {vocab}")
-        eos = request.eos if self.compare else frozenset()  # of a simulated text the end would be an accident
+        eos = frozenset() if self.simulated else request.eos  # of a simulated text the end would be an accident
         return Request(request.prompt, min(new, room), request.sampling, eos)
 
     def _ask(self, prompt: Prompt, temperature: float, number: int, warm: bool = False) -> list[Answer]:
@@ -227,7 +227,7 @@ class Bench:
         return [self._compared(found[c.name], plain, question) for c in self.contestants]
 
     def _compared(self, answer: Answer, plain: Answer, question: Question) -> Answer:
-        if not (self.compare and answer.comparable) or answer.token_ids == plain.token_ids:
+        if not answer.comparable or answer.token_ids == plain.token_ids:
             return answer
         pairs = zip(answer.token_ids, plain.token_ids, strict=False)
         shorter = min(len(answer.token_ids), len(plain.token_ids))

@@ -22,14 +22,16 @@ __all__ = ["summarise", "write"]
 
 def summarise(
     bench: Bench, answers: Sequence[Answer], before: Snapshot, command: str, *, probe_prompts: int = 6,
-    skipped: Mapping[str, str] | None = None, simulated: str | None = None, on_prompt: OnPrompt = lambda done, of, what: None,
+    skipped: Mapping[str, str] | None = None, on_prompt: OnPrompt = lambda done, of, what: None,
 ) -> dict[str, Any]:  # fmt: skip
     """What is measured beside the answers is measured here: drafted trees node by node, bandwidth, a pass's time against nodes.
 
     Args:
         before: from the begin of this run.
-        simulated: the rates, where acceptance was simulated: title and warnings say so, and no tree is looked at.
+
+    Where acceptance was simulated, title and warnings say so, and no tree is looked at.
     """
+    simulated = bench.simulated
     target, settings, jobs = bench.llm.target, bench.settings(), len(bench.prompts) * len(bench.temperatures)
     device = target.device
     warnings = [f"Acceptance is simulated ({simulated}): tau was given, texts mean nothing; times are measured."] if simulated else []

@@ -101,7 +101,7 @@ def _measured(given: Mapping[str, Any], options: Mapping[str, Any], prompts: lis
     for name, why in skipped.items():
         note(f"{name} is left out: {why}")
     simulated, temperatures = given["simulate_acceptance"], tuple(dict.fromkeys(given["temperatures"]))
-    bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], _law(given), compare=simulated is None)
+    bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], _law(given), simulated)
     bench.prompts = _fitting(bench)
     if given["restart"]:
         bench.forget(folder)
@@ -110,15 +110,8 @@ def _measured(given: Mapping[str, Any], options: Mapping[str, Any], prompts: lis
         with _bar() as on_prompt:
             answers = bench.run(folder, on_prompt)
             summary = summarise(
-                bench,
-                answers,
-                before,
-                command_line,
-                probe_prompts=given["probe"],
-                skipped=skipped,
-                simulated=simulated,
-                on_prompt=on_prompt,
-            )
+                bench, answers, before, command_line, probe_prompts=given["probe"], skipped=skipped, on_prompt=on_prompt
+            )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
     write(folder, summary)

@@ -118,9 +118,7 @@ def _drafter(
     kind = drafters.find(name)
     known = flags(kind.Options)
     asked = {**{k: v for k, v in common.items() if k in known}, **options}
-    small = {k: v for k, v in tiny.SMALL_TREE.items() if known.get(k) is not None}  # None: of another tree than the method's usual one
-    shaped = asked.keys() & {*tiny.SMALL_TREE, "depth", "dynamic.nodes"}
-    chosen = options_from(kind.Options, asked if shaped or llm.target.name != "embedded" else {**small, **asked})
+    chosen = options_from(kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked)
     head = heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
     if head is None and kind.needs_weights and not random:
         raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")

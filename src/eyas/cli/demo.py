@@ -105,10 +105,9 @@ def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
     from eyas.drafters._base import flags
 
     name = given["method"] or tiny.BEST
-    known = flags(drafters.find(name).Options)
-    small = {option: value for option, value in tiny.SMALL_TREE.items() if option in known}
+    options = tiny.with_small_tree(options, flags(drafters.find(name).Options))
     embedded = dict.fromkeys(("target", "draft", "tokenizer")) | {"dtype": "auto", "device": "auto", "trust_remote_code": False}
-    return load({**embedded, "method": name, "verbose": given["verbose"]}, {**small, **options})
+    return load({**embedded, "method": name, "verbose": given["verbose"]}, options)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ unpack them, no more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer"]
+__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer", "with_small_tree"]
 
 FOLDER = Path(__file__).parent / "weights"
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
@@ -88,3 +89,13 @@ def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
             f"the embedded model's tokenizer is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again"
         ) from error
     return found
+
+
+def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked of a method, with the small tree where nothing was said of its tree.
+
+    usual: the method's options and their defaults; None = of another tree than its usual one, which the small tree leaves alone.
+    """
+    if asked.keys() & {*SMALL_TREE, "depth", "dynamic.nodes"}:
+        return dict(asked)
+    return {**{name: value for name, value in SMALL_TREE.items() if usual.get(name) is not None}, **asked}

@@ -63,7 +63,9 @@ def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
         assert tokens == answers
         cycles = [step for step in steps if not step.prefill]
         assert sum(len(step.tokens) for step in cycles) / len(cycles) > 5
-        assert all(step.draft is not None and step.draft.tree.nodes == 60 and step.draft.tree.max_depth == 10 for step in cycles)
+        sizes = {(step.draft.tree.nodes, step.draft.tree.max_depth) for step in cycles if step.draft is not None}
+        assert sizes <= {(1, 0), *((nodes, 10) for nodes in (2, 3, 5, 9, 17, 33, 60))}
+        assert len(sizes) > 1
 
 
 def test_nothing_found() -> None:

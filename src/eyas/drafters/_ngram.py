@@ -53,7 +53,8 @@ class TextSession(DraftSession):
     """Rows of text.
 
     Args:
-        nodes: of every tree, the root included; where fewer are guessed the rest is padding.
+        nodes: of a tree at most, the root included. Where fewer are guessed it has 1, 2, 3, 5, 9, ... of them (a power of two and the
+            root), the last ones padding: few shapes, and a cycle without a guess costs a step of plain decoding.
         depth: no guess lies deeper.
         scored: whether the guesses have probabilities.
     """
@@ -90,17 +91,21 @@ class TextSession(DraftSession):
         return self._tree(tokens, guesses, roots.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
+        nodes, longest = 1, max(map(len, guesses), default=0)
+        while nodes <= longest:
+            nodes = min(2 * nodes - (nodes > 1), self.nodes)
+
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
             """[B, N]: the root's entry, those of the guesses, padding."""
             lines = zip(roots, guesses, strict=True)
-            rows = [[root(t), *map(column, found), *[padding] * (self.nodes - 1 - len(found))] for t, found in lines]
+            rows = [[root(t), *map(column, found), *[padding] * (nodes - 1 - len(found))] for t, found in lines]
             return torch.tensor(rows, device=device)
 
         parents_BN = table(lambda _: -1, lambda guess: guess.parent, 0)
         candidate_BN = table(lambda _: True, lambda _: True, False)
         scores = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
         tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        return Draft(Tree.build(parents_BN, self.depth, candidate_BN), tokens_BN, scores)
+        return Draft(Tree.build(parents_BN, self.depth if longest else 0, candidate_BN), tokens_BN, scores)
 
     def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
         lines = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)

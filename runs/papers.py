@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,11 @@ def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) 
     lines = []
     for temperature in temperatures:
         rows = bench.rows(temperature)
+        told: list[Sequence[float | None]] = []  # heads that several methods share have one chain
         for name, found in bench.alpha(temperature).items():
+            if found in told:
+                continue
+            told.append(found)
             tau = rows[name]["tau"] if name in rows else None
             lines.append([f"T = {temperature:g}, {name}", number(tau), *(number(x) for x in [*found, *[None] * 5][:5])])
         if published and temperature in ALPHA:
@@ -161,8 +166,14 @@ def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) 
 
 def machine(bench: Bench) -> str:
     settings, minutes = bench.summary["settings"], bench.summary["minutes"]
-    warnings = " ".join(bench.summary["warnings"])
-    return f"`{bench.summary['command']}`\n\n{settings['dtype']}, {minutes:.0f} minutes. {warnings}\n"
+    card, warnings = bench.summary["machine"], " ".join(bench.summary["warnings"])
+    where = f"{card['cpu']}, threads: {settings['threads']}, {settings['dtype']}, {minutes:.0f} minutes."
+    return f"`{relative(bench.summary['command'])}`\n\n{where} n-alpha: chains of five on six of the prompts. {warnings}\n"
+
+
+def relative(text: str) -> str:
+    """Paths from the repository's folder on."""
+    return re.sub(r"[^\s=:,]*/(out/(?:papers|heads)|data/|models/)", r"\1", text)
 
 
 def chats(bench: Bench) -> str:
@@ -235,8 +246,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--benches", type=Path, required=True, help="the folder of runs/papers.sh")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--results", type=Path, default=Path("docs/results"), help="where the benches' summaries are kept (default: %(default)s)"
+    )
     args = parser.parse_args()
     write_text(args.output, page(args.benches))
+    for name in SECTIONS:
+        if (path := args.benches / name / "summary.json").exists():
+            write_text(args.results / f"papers_{name}.json", relative(path.read_text()))
     print(json.dumps({"output": str(args.output)}))
 
 

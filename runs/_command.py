@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import transformers
 
+from eyas.bench.machine import cpu_name
 from eyas.errors import EyasError
 
 INTERRUPTED = 130
@@ -19,10 +18,8 @@ INTERRUPTED = 130
 
 def machine() -> dict[str, object]:
     """What the numbers were measured on, and how busy it was just now."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
     return {
-        "cpu": names[0] if names else "unknown",
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_1min": round(os.getloadavg()[0], 2),

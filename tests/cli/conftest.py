@@ -115,3 +115,12 @@ def answer(run: Run) -> Callable[..., dict[str, Any]]:
         return last_json(result)
 
     return go
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Forty chats and a broken line."""
+    talks = [[("user", f"what is {i}"), ("assistant", "it is " + "1" * (i % 17))] for i in range(40)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) for talk in talks]
+    (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
+    return tmp_path / "chat.jsonl"

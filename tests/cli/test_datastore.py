@@ -17,14 +17,6 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    talks = [[("user", f"what is {i}"), ("assistant", "it is " + "1" * (i % 17))] for i in range(40)]
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) for talk in talks]
-    (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
-    return tmp_path / "chat.jsonl"
-
-
-@pytest.fixture
 def novel(tmp_path: Path) -> Path:
     (tmp_path / "novel.txt").write_text("It was a dark night.<|endoftext|>It was a bright morning, and the birds were singing.")
     return tmp_path / "novel.txt"

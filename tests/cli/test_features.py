@@ -26,14 +26,6 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    talks = [[("user", f"what is {i}"), ("assistant", "it is " + "1" * (i % 17))] for i in range(40)]
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) for talk in talks]
-    (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
-    return tmp_path / "chat.jsonl"
-
-
-@pytest.fixture
 def command(chats: Path, tmp_path: Path) -> tuple[object, ...]:
     """About ten shards of all layers that an eagle3 head of these three and eagle1 read."""
     sizes = ("--max-length", 64, "--heldout", 0.005, "--store-dtype", "float32", "--shard-mib", 0.09)

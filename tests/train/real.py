@@ -17,10 +17,11 @@ from eyas.drafters._base import options_from
 from eyas.errors import EyasError
 from eyas.target import Target
 from eyas.train.config import TrainConfig
-from eyas.train.data import Batches, Example, Examples
+from eyas.train.data import Batches
 from eyas.train.features import batch_of
 from eyas.train.loop import Outcome, train
 from eyas.train.vocab import count_tokens
+from heads import language
 from train import toy
 
 OPTIONS: dict[str, dict[str, Any]] = {"eagle3": {"head.layers": "0,2,3", "head.draft_vocab": 12, "ttt.steps": 3}}
@@ -28,17 +29,6 @@ CONFIG: dict[str, Any] = {
     "lr": 3e-3, "steps": 6, "batch_tokens": 128, "max_length": 32, "accumulation": 2, "eval_every": 3, "save_every": 1, "log_every": 1,
     "precision": "float32", "warmup_steps": 1,
 }  # fmt: skip
-
-
-def language(count: int, seed: int) -> Examples:
-    """Few tokens, each with two followers."""
-    generator, found = torch.Generator().manual_seed(seed), Examples()
-    for i in range(count):
-        ids = [1]
-        while len(ids) < 12 + i % 9:
-            ids.append(3 + (ids[-1] * 5 + int(torch.randint(2, (), generator=generator))) % 40)
-        found.append(Example(ids, [t >= 4 for t in range(len(ids))]))
-    return found
 
 
 def head(name: str, target: Target | None = None, **options: Any) -> Drafter:

@@ -14,7 +14,7 @@ from eyas.drafters.eagle1 import Method
 from eyas.target import Target
 from eyas.train import loop
 from eyas.train.loop import TrainConfig, train
-from train.real import language
+from heads import language
 
 
 @pytest.fixture(scope="module")

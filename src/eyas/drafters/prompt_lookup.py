@@ -73,10 +73,10 @@ class NgramIndex(Index):
 
     def guesses(self) -> list[Guess]:
         found = next((places for ngram in self._newest() if len(places := self.places[ngram]) > 1), [])
-        earlier = found[:-1]  # the last place is the end of the text
-        picked = earlier[::-1] if self.options.pick == "newest" else earlier
+        end, most = len(found) - 1, self.options.matches  # the last place is the end of the text
+        picked = found[max(0, end - most) : end][::-1] if self.options.pick == "newest" else found[: min(end, most)]
         trie, guesses = dict[tuple[int, int], int](), list[Guess]()
-        for place in picked[: self.options.matches]:
+        for place in picked:
             node, period = 0, len(self.tokens) - place
             for k in range(self.options.depth):
                 token = self.tokens[place + k % period]

@@ -14,17 +14,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from eyas.cache import WindowCache, slot_mask
+from eyas.cache import WindowCache
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Drafter, DraftSession, Roots
 from eyas.drafters._grow import Growth
 from eyas.errors import CheckpointError, OptionError, near
-from eyas.nn import LayerShape, rope_frequencies
+from eyas.nn import LayerShape, quick, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
 
@@ -60,7 +61,7 @@ class EagleNet(Protocol):
         """Keys and values of these pairs into the cache, nothing else."""
         ...
 
-    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: WindowCache) -> Tensor:
+    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
         """The net's output [R, N, D] at these pairs, which are remembered too."""
         ...
 
@@ -102,6 +103,11 @@ class EagleMethod(Drafter):
     @abstractmethod
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         """The tree."""
+
+    @cached_property
+    def decoding(self) -> Any:
+        """The net as decoding runs it: by kernels where the target is run by them."""
+        return self.net if self.net is None or not self.target.by_kernels else quick(self.net)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -151,7 +157,7 @@ class EagleSession(DraftSession):
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
         self.drafter, self.rows, self.window, self.crop = drafter, rows, drafter.window(), drafter.options.window.crop
         target, shape, longest_path = drafter.target, drafter.shape, drafter.longest_path
-        self.net: EagleNet = drafter.net  # type: ignore[assignment]
+        self.net: EagleNet = drafter.decoding
         self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
@@ -235,8 +241,8 @@ class EagleSession(DraftSession):
         """One forward: positions, slots and visible slots are given relative to the rows' lengths."""
         begin_B1 = self.length_B[:, None]
         self.cache.at(slice(0, self.rows), begin_B1 + slot_BN, width)
-        mask_B1NW = slot_mask(self.length_B, visible_BNT, width)[:, None]
-        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, mask_B1NW, self.cache)
+        self.cache.see(self.length_B, visible_BNT)
+        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, self.cache)
 
     def _catch_up(self, roots: Roots) -> Tensor:
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""

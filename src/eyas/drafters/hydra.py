@@ -108,14 +108,11 @@ class Net(nn.Module):
         assert self.prefix is not None
         self.prefix.attention.remember(self.prefix.input_norm(hidden_RND), position_RN, cache)
 
-    def forward(
-        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache
-    ) -> Tensor:  # fmt: skip
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D]."""
         prefix = self.prefix
         assert prefix is not None
-        attended = prefix.attention(prefix.input_norm(hidden_RND), position_RN, mask_R1NW, cache)
-        return prefix.norm(prefix.finish(hidden_RND, attended))  # type: ignore[no-any-return]
+        return prefix.norm(prefix.decode(prefix.input_norm(hidden_RND), hidden_RND, position_RN, cache))  # type: ignore[no-any-return]
 
     def packed(self, features_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
         """While training: what stands in the place of the features of some rows [M, D]."""
@@ -248,7 +245,8 @@ class Method(EagleMethod):
     def head(self, hidden: Tensor) -> Tensor:
         """What a head reads, [..., (k+2) D], which tells the head -> logits [..., V]."""
         k = hidden.shape[-1] // self.target.hidden_size - 2
-        logits: Tensor = self.net.lm_head[k](self.net.mlp[k](hidden))
+        net: Net = self.decoding
+        logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
         return logits
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:

@@ -64,6 +64,11 @@ class Runner(Protocol):
 
     def __call__(self, work: Work) -> Seen: ...
 
+    @property
+    def threads(self) -> int | None:
+        """That it uses; None: torch's number."""
+        ...
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
@@ -329,6 +334,7 @@ class OwnForward:
     """The model's own forward, with our masks and our cache."""
 
     name = "model"
+    threads: int | None = None
 
     def __call__(self, work: Work) -> Seen:
         target = work.target

@@ -111,7 +111,7 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
     from eyas.drafters import _eagle
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_eagle, "quick", lambda net: make_quick(net, "exact"))
+    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
     for name in ("eagle1", "eagle3", "seagle", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), quick("llama")):
@@ -119,6 +119,37 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
             _, steps = run(Decoder(target, drafter, 1), [Request(tuple(ids(30)), 12, Sampling())])
             drafts.append([s.draft.tokens_BN for s in steps if s.draft is not None])
         assert all(torch.equal(a, b) for a, b in zip(*drafts, strict=True)), name
+
+
+@pytest.mark.parametrize("rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3"])
+def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
+    different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
+    false alarm; none is near on these seeds."""
+    from eyas.drafters import _eagle
+    from eyas.nn import quick as make_quick
+
+    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    kind, target = drafters.find(name), quick("llama")
+    head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
+    requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
+    for nodes, depth, branch in ((14, 4, 3), (6, 3, 4), (40, 3, 3), (5, 4, 1)):
+        tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **rule}
+        found = []
+        for at_once in (True, False):
+            drafter = kind.random(target, options_from(kind.Options, {**tree, **head}), seed=1)
+            assert drafter.grower is not None
+            if not at_once:
+                drafter.__dict__["grower"] = None
+            tokens, steps = run(Decoder(target, drafter, 2), requests)
+            found.append((tokens, [s.draft for s in steps if s.draft is not None]))
+        assert found[0][0] == found[1][0]
+        for one, other in zip(found[0][1], found[1][1], strict=True):
+            assert torch.equal(one.tokens_BN, other.tokens_BN)
+            for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
+                assert torch.equal(getattr(one.tree, field), getattr(other.tree, field)), field
+            torch.testing.assert_close(one.score_BN, other.score_BN, rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_suit_is_left_to_the_model() -> None:

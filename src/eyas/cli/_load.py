@@ -52,8 +52,8 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     with quiet(given["verbose"]):
         from eyas.llm import load as load_llm
 
-        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code")
-        return load_llm(**{name: given[name] for name in names}, draft_with=given.get("draft_with"), **options)
+        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels")
+        return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **options)
 
 
 def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:
@@ -98,6 +98,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "tree": llm.drafter.describe(),
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
+        "runs_by": llm.target.run.name,
         "versions": versions(),
     }
 

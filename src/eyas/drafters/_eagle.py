@@ -23,7 +23,8 @@ from torch import Tensor
 from eyas.cache import WindowCache
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Drafter, DraftSession, Roots
-from eyas.drafters._grow import Growth
+from eyas.drafters._grow import DynamicTree, Growth
+from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.nn import LayerShape, quick, rope_frequencies
 from eyas.target import Target
@@ -107,7 +108,12 @@ class EagleMethod(Drafter):
     @cached_property
     def decoding(self) -> Any:
         """The net as decoding runs it: by kernels where the target is run by them."""
-        return self.net if self.net is None or not self.target.by_kernels else quick(self.net)
+        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.threads)
+
+    @cached_property
+    def grower(self) -> Grower | None:
+        """What grows its dynamic trees all levels at once, where kernels know the net."""
+        return grower_of(self)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -276,7 +282,13 @@ class EagleSession(DraftSession):
             offset_BQ = torch.full_like(tokens_BQ, level)
             return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, reach + T)
 
-        return Growth(hidden_BD, self.drafter.head, expand, self.drafter.draft_ids_v)
+        def at_once(shape: DynamicTree) -> Draft | None:
+            if self.drafter.grower is None or not self.drafter.grower.suits(roots):
+                return None
+            width = reach + shape.depth * shape.branch
+            return self.drafter.grower(hidden_BD, roots, shape, self.cache, self.length_B, width)
+
+        return Growth(hidden_BD, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
 
     def draft(self, roots: Roots) -> Draft:
         return self.drafter.grow(self.growth(roots), roots)

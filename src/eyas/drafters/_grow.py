@@ -81,6 +81,7 @@ class Growth:
     head: Callable[[Tensor], Tensor]  # [..., D] -> logits [..., V]
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, features_BQD, visible_BQT, level) -> hidden_BQD
     draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where the head speaks a smaller one
+    at_once: Callable[[DynamicTree], Draft | None] | None = None  # all levels of a dynamic tree in one call, where there is a way
 
     def ids(self, draft: Tensor) -> Tensor:
         """The head's token ids -> the target's."""
@@ -115,6 +116,8 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     A node's value is the product of the chances along its path. At every level the `branch` best new nodes are expanded into `branch`
     children each; at the end the `nodes - 1` best of all are kept. Ties: by value, then shallower, then in order of drafting.
     """
+    if growth.at_once is not None and (draft := growth.at_once(shape)) is not None:
+        return draft
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
     hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(roots)
     children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, 0)

@@ -10,6 +10,7 @@ to near ties here: a tree's logits are plain decoding's.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 # Model types whose decoder layers are: norm, attention with rotary positions (norms of heads, biases where there are any), norm, gated MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
+TURNS = 6  # passes that each number of threads is tried with
 CLOSE = 1e-4  # of the largest logit: what a sum in another order may change
 
 
@@ -38,6 +40,7 @@ def runner(target: Target) -> CpuRunner:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
+    made.settle_threads()
     return made
 
 
@@ -68,6 +71,27 @@ class CpuRunner:
         self._cosine = self._sine = torch.empty(0, head_dim)
 
     @property
+    def threads(self) -> int | None:
+        """How many a pass uses; None: torch's number."""
+        return self.layers.threads
+
+    @torch.inference_mode()
+    def settle_threads(self) -> None:
+        """As many threads as make small passes fastest: fewer than torch's where something else keeps the cores busy."""
+        most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
+        counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
+        took: dict[int, list[float]] = {count: [] for count in counts}
+        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
+        for turn in range(TURNS):
+            for count in counts:
+                self.layers.threads = count
+                began = time.perf_counter()
+                session.forward(tokens_1N, tree)
+                if turn:  # the first is the warm-up
+                    took[count].append(time.perf_counter() - began)
+        self.layers.threads = min(counts, key=lambda count: sum(took[count]))
+
+    @property
     def bytes(self) -> int:
         """Of weights that a pass reads."""
         return self.layers.bytes + self.output.bytes
@@ -89,18 +113,18 @@ class CpuRunner:
         return Seen(logits, features_MF.view(R, Q, -1))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
-        return kernels.linear(self.output, hidden.float())
+        return kernels.linear(self.output, hidden.float(), self.threads)
 
     def _logits(self, x_RQD: Tensor, last_MD: Tensor, last_only: bool) -> Tensor:
         """Logits [R, Q or 1, V]; the final norm goes into `last`."""
         R, Q, D = x_RQD.shape
         rows_MD = x_RQD.view(R * Q, D)
         if not last_only:
-            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD)
+            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD, self.threads)
             assert logits_MV is not None
             return logits_MV.view(R, Q, -1)
-        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD)
-        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:])
+        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.threads)
+        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.threads)
 
     def _where(self, work: Work) -> Pass:
         if work.width > len(self._cosine):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,9 @@ __all__ = [
     "HEAD_DIMS",
     "Layers",
     "Matrix",
+    "Net",
     "Pass",
+    "Plan",
     "Shape",
     "UnavailableError",
     "available",
@@ -156,16 +158,16 @@ def _panels(weight_OI: Tensor) -> Tensor:
     return weight_OI.view(-1, PANEL, weight_OI.shape[1]).transpose(1, 2).contiguous()
 
 
-def linear(matrix: Matrix, x: Tensor) -> Tensor:
-    """x [..., I] -> [..., O], float32."""
+def linear(matrix: Matrix, x: Tensor, threads: int | None = None) -> Tensor:
+    """x [..., I] -> [..., O], float32. threads: torch's number by default, as everywhere here."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     y_MO = torch.empty(x_MI.shape[0], matrix.padded)
-    library().eyas_linear(byref(matrix.record), c_void_p(x_MI.data_ptr()), c_int64(len(x_MI)), c_void_p(y_MO.data_ptr()), _threads())
+    library().eyas_linear(byref(matrix.record), c_void_p(x_MI.data_ptr()), c_int64(len(x_MI)), c_void_p(y_MO.data_ptr()), _threads(threads))
     return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
 
 
-def _threads() -> c_int64:
-    return c_int64(torch.get_num_threads())
+def _threads(asked: int | None) -> c_int64:
+    return c_int64(asked or torch.get_num_threads())
 
 
 # ---------------------------------------------------------------------------------------------------------------- decoder layers
@@ -230,8 +232,8 @@ class Pass:
 class Layers:
     """Decoder layers, one after the other; and the room that a pass works in."""
 
-    def __init__(self, shape: Shape, layers: Sequence[Layer]) -> None:
-        self.shape, self.layers = shape, tuple(layers)
+    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: int | None = None) -> None:
+        self.shape, self.layers, self.threads = shape, tuple(layers), threads
         self._shape = shape.record
         self._records = (_Layer * len(layers))(*(layer.record for layer in layers))
         self._room: dict[str, Tensor] = {}
@@ -262,7 +264,7 @@ class Layers:
     def _prepare(self, where: Pass) -> tuple[_Pass, _Slots, tuple[Tensor, ...]]:
         """The records, and what must live as long as they do."""
         (R, Q), T, store = where.position_RQ.shape, where.visible_RQT.shape[-1], where.store
-        size, threads, M = self.shape, torch.get_num_threads(), R * Q
+        size, threads, M = self.shape, self.threads or torch.get_num_threads(), R * Q
         most = -(-store.shape[3] // LANES) * LANES + 2 * LANES
         heads = size.heads + 2 * size.kv_heads
         room = tuple(
@@ -285,20 +287,123 @@ class Layers:
         return found
 
 
-def head(x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor) -> Tensor | None:
+def head(
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: int | None = None
+) -> Tensor | None:  # fmt: skip
     """The RMS norm of x, into `normed` (its rows may stand apart); and the logits [M, O] of it, if there is a matrix."""
     logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
     library().eyas_head(
         c_void_p(x_MD.data_ptr()), c_int64(len(x_MD)), c_int64(x_MD.shape[1]), c_void_p(norm_D.data_ptr()), c_float(eps),
         c_void_p(normed_MD.data_ptr()), c_int64(normed_MD.stride(0)), None if matrix is None else byref(matrix.record),
-        c_void_p(_at(logits_MO)), _threads(),
+        c_void_p(_at(logits_MO)), _threads(threads),
     )  # fmt: skip
     return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: int | None = 1) -> Tensor:
     """The RMS norm of x [..., D]; D: a multiple of 16."""
     x_MD = x.reshape(-1, x.shape[-1]).contiguous()
     y_MD = torch.empty_like(x_MD)
-    head(x_MD, weight_D, eps, None, y_MD)
+    head(x_MD, weight_D, eps, None, y_MD, threads)
     return y_MD.view(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a draft's tree
+
+
+class _Net(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("paired", "residual_normed", "carries_normed")), ("fc", _Matrix), ("head", _Matrix),
+        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "norm", "ids")), ("vocabulary", c_int64),
+    )  # fmt: skip
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("depth", "branch", "nodes", "by_confidence", "rerank")),
+        ("log_stop", c_float), ("sharpness", c_float),
+        ("noise", c_void_p), ("temperature", c_void_p),
+    )  # fmt: skip
+
+
+class _Grown(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "candidates", "mask"))
+
+
+@dataclass(frozen=True)
+class Net:
+    """What stands around the layer of an EAGLE's net. Norms in float32.
+
+    fc: of [embedding, hidden] (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3).
+    residual_normed: the residual stream begins at the normed hidden. carries_normed: the normed output is handed on.
+    """
+
+    head: Matrix
+    embeddings_VD: Tensor
+    fc: Matrix | None = None
+    embed_norm_D: Tensor | None = None
+    hidden_norm_D: Tensor | None = None
+    norm_D: Tensor | None = None  # before the head
+    ids_v: Tensor | None = None  # the target's ids of the draft vocabulary
+    residual_normed: bool = False
+    carries_normed: bool = False
+
+    @property
+    def record(self) -> _Net:
+        none = _Matrix()
+        norms = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)
+        return _Net(
+            self.fc is None, self.residual_normed, self.carries_normed, none if self.fc is None else self.fc.record, self.head.record,
+            _at(self.embeddings_VD), *map(_at, norms), self.head.outputs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A dynamic tree's shape and rule, as `drafters._grow.DynamicTree` has them. noise_BLv: float32, what the target will draw with."""
+
+    depth: int
+    branch: int
+    nodes: int
+    by_confidence: bool
+    rerank: bool
+    log_stop: float
+    sharpness: float
+    temperature_B: Tensor  # float32; 0: greedy
+    noise_BLv: Tensor | None
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A tree: int64 [B, N] tokens, parents and depths, float32 log q, bool candidates [B, N] and mask [B, N, N]."""
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depth_BN: Tensor
+    score_BN: Tensor
+    candidate_BN: Tensor
+    mask_BNN: Tensor
+
+
+def grow(net: Net, layer: Layers, plan: Plan, where: Pass, hidden_BD: Tensor, roots_B: Tensor) -> Grown:
+    """EAGLE-2's tree from a draft's only layer. `where`: of the rows; its positions and visible nodes are not read.
+
+    hidden_BD: the net's output at each row's newest token.
+    """
+    B, K = len(roots_B), min(plan.branch, net.head.outputs)
+    drafted = K + (plan.depth - 1) * K * K
+    N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
+    tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
+    grown = Grown(tokens, parents, depth, torch.empty(B, N), torch.empty(B, N, dtype=torch.bool), torch.empty(B, N, N, dtype=torch.bool))
+    record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, K)))
+    rule = _Plan(
+        plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
+        _at(plan.noise_BLv), _at(plan.temperature_B),
+    )  # fmt: skip
+    out = _Grown(*map(_at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.candidate_BN, grown.mask_BNN)))
+    library().eyas_grow(
+        byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
+        c_void_p(hidden_BD.data_ptr()), c_void_p(roots_B.data_ptr()), byref(out),
+    )  # fmt: skip
+    del kept
+    return grown

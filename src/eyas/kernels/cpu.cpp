@@ -10,10 +10,12 @@
 // Letters as everywhere: R rows, Q new nodes of a row, T nodes in slots, M = R x Q tokens, D hidden, H heads, K key-value heads,
 // h width of a head.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -28,6 +30,13 @@ constexpr int LANES = 16, PANEL = 2 * LANES, PAIRS = 24;  // PAIRS: (query, head
 constexpr int TILE = 12;  // rows of a tile: 24 sums and 2 weights in 32 registers
 #else
 constexpr int TILE = 3;
+#endif
+
+#if defined(_OPENMP)
+#include <omp.h>
+static inline int thread_number() { return omp_get_thread_num(); }
+#else
+static inline int thread_number() { return 0; }
 #endif
 
 // ------------------------------------------------------------------------------------------------------------ vectors
@@ -402,12 +411,127 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
     linear(layer.down, p.inner, s.inner, M, x, D, ADD);
 }
 
-#if defined(_OPENMP)
-#include <omp.h>
-static inline int thread_number() { return omp_get_thread_num(); }
-#else
-static inline int thread_number() { return 0; }
-#endif
+// ------------------------------------------------------------------------------------------------------------ a draft's tree
+
+// EAGLE-2's tree (section 4) from a draft net's layer, all levels in one call; drafters/_grow.py says what is done, in torch, and tests hold
+// the two against each other.
+
+struct Net {
+    int64_t paired;  // 1: attention reads [norm of embedding, norm of hidden] (EAGLE-3); 0: fc of [embedding, hidden] (EAGLE-1)
+    int64_t residual_normed, carries_normed;
+    Matrix fc, head;
+    const float *embeddings, *embed_norm, *hidden_norm, *norm;  // norm: before the head, or null
+    const int64_t* ids;  // the target's ids of the draft vocabulary; null: the same
+    int64_t vocabulary;  // of the head
+};
+
+struct Plan {
+    int64_t depth, branch, nodes, by_confidence, rerank;
+    float log_stop, sharpness;
+    const float* noise;        // [B, depth, vocabulary] that the target will draw with, or null
+    const float* temperature;  // [B]; 0: greedy
+};
+
+struct Grown {  // [B, N] each, N nodes with the root; mask [B, N, N]
+    int64_t *tokens, *parents, *depths;
+    float* scores;
+    uint8_t *candidates, *mask;
+};
+
+struct Guess {  // a child: its place in the draft vocabulary, log q, and how likely the target draws it
+    int64_t index;
+    float own, chance;
+};
+
+static float log_sum(const float* x, int64_t count, float factor) {  // log of the sum of e^(factor x); x is filled up to 16 with -inf
+    Floats most = load(x), total = {};
+    for (int64_t i = LANES; i < count; i += LANES) most = load(x + i) > most ? load(x + i) : most;
+    float top = most[0];
+    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int64_t i = 0; i < count; i += LANES) total += exponential((load(x + i) - top) * factor);
+    return top * factor + std::log(sum(total));
+}
+
+// The best children of one node from its logits; `key` is room for them with noise.
+static void guess(const Net& net, const Plan& plan, const float* logits, const float* noise, float temperature, float* key, Guess* best) {
+    const int64_t v = net.vocabulary, padded = (v + LANES - 1) / LANES * LANES;
+    const float scale = temperature > 0 && plan.noise ? temperature : 1;
+    const bool noisy = noise && temperature > 0;
+    for (int64_t j = 0; j < padded; j++) key[j] = j < v ? logits[j] / scale : -INFINITY;
+    const float whole = log_sum(key, padded, 1);
+    for (int64_t j = 0; j < v; j++) key[j] = (key[j] - whole) + (noisy ? noise[j] : 0);
+    int64_t count = 0;
+    for (int64_t j = 0; j < v; j++) {  // the largest first; of equals the first
+        if (count == plan.branch && !(key[j] > best[count - 1].chance)) continue;
+        int64_t at = count < plan.branch ? count++ : count - 1;
+        for (; at > 0 && key[j] > best[at - 1].chance; at--) best[at] = best[at - 1];
+        best[at] = {j, 0, key[j]};
+    }
+    const float perturbed = noisy ? log_sum(key, padded, plan.sharpness) : 0;
+    for (int64_t i = 0; i < count; i++) {
+        float own = best[i].chance - (noisy ? noise[best[i].index] : 0), chance = noisy ? plan.sharpness * best[i].chance - perturbed : own;
+        best[i].own = own < 0 ? own : 0;
+        best[i].chance = chance < 0 ? chance : 0;
+    }
+}
+
+// What attention reads, and the residual stream, of nodes with these tokens and their parents' hidden.
+static void join(const Net& net, const Shape& s, const int64_t* tokens, const float* hidden, int64_t M, float* pair, float* input, float* x) {
+    const int64_t D = s.hidden;
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        const float *embedding = net.embeddings + tokens[m] * D, *state = hidden + m * D;
+        float* both = (net.paired ? input : pair) + m * 2 * D;
+        if (net.paired) {
+            rms_norm(embedding, net.embed_norm, D, s.eps, both);
+            rms_norm(state, net.hidden_norm, D, s.eps, both + D);
+            std::memcpy(x + m * D, net.residual_normed ? both + D : state, D * sizeof(float));
+        } else {
+            std::memcpy(both, embedding, D * sizeof(float));
+            std::memcpy(both + D, state, D * sizeof(float));
+        }
+    }
+    if (net.paired) return;
+    linear(net.fc, pair, 2 * D, M, x, D, STORE);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) std::memcpy(input + m * D, x + m * D, D * sizeof(float));
+}
+
+// The places of the `count` largest, in their order; of equals the first.
+static std::vector<int64_t> largest(const float* x, int64_t size, int64_t count) {
+    std::vector<int64_t> order(size);
+    for (int64_t i = 0; i < size; i++) order[i] = i;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x[a] > x[b]; });
+    order.resize(count < size ? count : size);
+    return order;
+}
+
+struct Node {
+    int64_t token, parent;  // parent: its place among everything drafted, -1: the root
+    float own, value;
+};
+
+// The tree of one row from everything that was drafted.
+static void keep(const std::vector<Node>& drafted, const std::vector<int64_t>& kept, int64_t root, int64_t row, int64_t N, const Grown& out) {
+    std::vector<int64_t> place(drafted.size(), 0);
+    for (int64_t n = 0; n < N; n++) {
+        const Node* node = n ? &drafted[kept[n - 1]] : nullptr;
+        const int64_t at = row * N + n, parent = node ? (node->parent < 0 ? 0 : place[node->parent]) : -1;
+        uint8_t* mask = out.mask + at * N;
+        if (node) {
+            place[kept[n - 1]] = n;
+            std::memcpy(mask, out.mask + (row * N + parent) * N, N);
+        } else {
+            std::memset(mask, 0, N);
+        }
+        mask[n] = 1;
+        out.tokens[at] = node ? node->token : root;
+        out.parents[at] = parent;
+        out.depths[at] = node ? out.depths[row * N + parent] + 1 : 0;
+        out.scores[at] = node ? node->own : 0;
+        out.candidates[at] = !node || (node->value > -INFINITY && out.candidates[row * N + parent]);
+    }
+}
 
 extern "C" {
 
@@ -450,6 +574,99 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float ep
     {
         rms_norms(x, D, norm, M, D, eps, y, ldy);
         if (head) linear(*head, y, ldy, M, logits, head->outputs, STORE);
+    }
+}
+
+// hidden [B, D]: the net's output at each row's newest token. p: lengths and tables of cosines; its queries, nodes, positions, visible nodes
+// and room are set here, level by level, within the room that it comes with (for B x branch nodes).
+void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* given, const Slots* slots, const Plan* plan, const float* hidden,
+               const int64_t* roots, const Grown* out) {
+    const int64_t B = given->rows, D = s->hidden, K = plan->branch < net->vocabulary ? plan->branch : net->vocabulary, M = B * K;
+    const int64_t padded = (net->vocabulary + PANEL - 1) / PANEL * PANEL, most = plan->depth * K, width = (net->paired ? 2 : 1) * D;
+    std::vector<std::vector<Node>> drafted(B);
+    std::vector<std::vector<int64_t>> beams(B);
+    std::vector<int64_t> pick(M), tokens(M), position(M);
+    std::vector<uint8_t> visible(M * most), before;
+    std::vector<float> state(hidden, hidden + B * D), next(M * D), normed(M * D), pair(M * 2 * D), input(M * width), logits(M * padded);
+    std::vector<float> keys(given->threads * (padded + LANES));
+    std::vector<Guess> best(M * K);
+    Plan narrow = *plan;
+    narrow.branch = K;
+    Pass p = *given;
+    int64_t Q = 1;  // nodes of a row in this level
+    for (int64_t level = 0; level < plan->depth; level++, Q = K) {
+        if (level) {  // expand the picked nodes
+            before.assign(visible.begin(), visible.end());
+            const int64_t T = level * K;
+            for (int64_t b = 0; b < B; b++)
+                for (int64_t q = 0; q < K; q++) {
+                    const int64_t m = b * K + q, parent = pick[m] / K;  // its row among the level before
+                    for (int64_t t = 0; t < T; t++)
+                        visible[m * T + t] = t < T - K ? before[(b * K + parent) * (T - K) + t] : t - (T - K) == q;
+                    position[m] = p.length[b] + level - 1;
+                    std::memcpy(&next[m * D], &state[(level == 1 ? b : b * K + parent) * D], D * sizeof(float));
+                }
+            p.queries = K, p.nodes = T, p.position = position.data(), p.visible = p.near = visible.data();
+            state.swap(next);
+            if (next.size() < (size_t)(M * D)) next.resize(M * D);
+        }
+        const int64_t count = B * Q;
+#pragma omp parallel num_threads(p.threads)
+        {
+            const int thread = thread_number();
+            if (level) {
+                join(*net, *s, tokens.data(), state.data(), M, pair.data(), input.data(), next.data());
+                decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread);
+                if (net->carries_normed) rms_norms(next.data(), D, net->norm, M, D, s->eps, next.data(), D);
+            }
+            const float* read = level ? next.data() : state.data();
+            if (net->norm && !net->carries_normed) {
+                rms_norms(read, D, net->norm, count, D, s->eps, normed.data(), D);
+                read = normed.data();
+            }
+            linear(net->head, read, D, count, logits.data(), padded, STORE);
+            const int64_t v = net->vocabulary;
+#pragma omp for schedule(static)
+            for (int64_t m = 0; m < count; m++) {
+                const float* noise = plan->noise ? plan->noise + (m / Q * plan->depth + level) * v : nullptr;
+                guess(*net, narrow, &logits[m * padded], noise, plan->temperature[m / Q], &keys[thread * (padded + LANES)], &best[m * K]);
+            }
+        }
+        if (level) state.swap(next);
+        for (int64_t b = 0; b < B; b++) {  // what was drafted, and which of it is expanded next
+            std::vector<float> order(Q * K);
+            const int64_t begin = (int64_t)drafted[b].size();
+            for (int64_t q = 0; q < Q; q++) {
+                const int64_t parent = level ? beams[b][beams[b].size() - K + q] : -1;
+                const float above = level ? drafted[b][parent].value : 0;
+                for (int64_t k = 0; k < K; k++) {
+                    const Guess& child = best[(b * Q + q) * K + k];
+                    const float chance = level && above <= plan->log_stop ? -INFINITY : child.chance;
+                    drafted[b].push_back({net->ids ? net->ids[child.index] : child.index, parent, child.own, above + chance});
+                    order[q * K + k] = plan->by_confidence ? chance : above + chance;
+                }
+            }
+            std::vector<int64_t> chosen = largest(order.data(), Q * K, K);
+            if (!level)
+                for (int64_t k = 0; k < K; k++) chosen[k] = k;  // all of them, as they come
+            for (int64_t k = 0; k < K; k++) {
+                pick[b * K + k] = chosen[k];
+                beams[b].push_back(begin + chosen[k]);
+                tokens[b * K + k] = drafted[b][begin + chosen[k]].token;
+            }
+        }
+    }
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t size = (int64_t)drafted[b].size(), wanted = plan->nodes - 1;
+        std::vector<int64_t> kept = beams[b];
+        if (plan->rerank) {
+            std::vector<float> values(size);
+            for (int64_t i = 0; i < size; i++) values[i] = drafted[b][i].value;
+            kept = largest(values.data(), size, wanted);
+        }
+        if ((int64_t)kept.size() > wanted) kept.resize(wanted);
+        std::sort(kept.begin(), kept.end());
+        keep(drafted[b], kept, roots[b], b, (int64_t)kept.size() + 1, *out);
     }
 }
 }

@@ -174,7 +174,7 @@ class SwiGLU(nn.Module):
 class FusedLayer:
     """A layer by kernels, with a copy of its weights."""
 
-    def __init__(self, layer: DecoderLayer, storage: kernels.Storage) -> None:
+    def __init__(self, layer: DecoderLayer, storage: kernels.Storage, threads: int | None = None) -> None:
         attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
         three = (attention.q, attention.k, attention.v)
         bias = torch.cat([m.bias for m in three]) if shape.qkv_bias else None
@@ -187,7 +187,7 @@ class FusedLayer:
             pack(torch.cat([m.weight for m in three]), bias), pack(attention.o.weight),
             kernels.pack_gated(mlp.gate.weight, mlp.up.weight, storage=storage), pack(mlp.down.weight), None,
             layer.mlp_norm.weight.detach().clone(),
-        )])  # fmt: skip
+        )], threads)  # fmt: skip
         self.frequency_h = attention.frequency(torch.device("cpu"))
         self._cosine = self._sine = torch.empty(0, shape.head_dim)
 
@@ -197,15 +197,19 @@ class FusedLayer:
 
     def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
         """None where the cache is one that kernels do not know."""
-        if cache.width > len(self._cosine):
-            angle = torch.arange(max(256, 2 * cache.width))[:, None] * self.frequency_h.repeat(2)
-            self._cosine, self._sine = angle.cos(), angle.sin()
-        where = cache.place(position_RN, self._cosine, self._sine)
+        where = cache.place(position_RN, *self.tables(cache.width))
         if where is None:
             return None
         x_RND = residual_RND.clone(memory_format=torch.contiguous_format)
         self.layer.draft(input_RNX.contiguous(), x_RND, where)
         return x_RND
+
+    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, h] of at least so many positions."""
+        if positions > len(self._cosine):
+            angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
+            self._cosine, self._sine = angle.cos(), angle.sin()
+        return self._cosine, self._sine
 
 
 class DecoderLayer(nn.Module):

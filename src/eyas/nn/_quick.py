@@ -22,17 +22,18 @@ Net = TypeVar("Net", bound=nn.Module)
 class QuickLinear(nn.Module):
     """A linear layer by kernels."""
 
-    def __init__(self, linear: nn.Linear, storage: kernels.Storage) -> None:
+    def __init__(self, linear: nn.Linear, storage: kernels.Storage, threads: int | None) -> None:
         super().__init__()
+        self.threads = threads
         self.weight, self.bias = linear.weight, linear.bias  # as they were, for who asks
         self.matrix = kernels.pack(linear.weight, linear.bias, storage)
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(self.matrix, x)
+        return kernels.linear(self.matrix, x, self.threads)
 
 
 @torch.no_grad()
-def quick(net: Net, storage: kernels.Storage = "int8") -> Net:
+def quick(net: Net, storage: kernels.Storage = "int8", threads: int | None = None) -> Net:
     """A copy of a float32 net on the CPU that computes by kernels.
 
     storage: of the weights; a draft's may be rounded: that changes what it guesses, never what is said.
@@ -42,8 +43,8 @@ def quick(net: Net, storage: kernels.Storage = "int8") -> Net:
         if isinstance(module, RMSNorm) and not module.weight.numel() % 16:
             module.by_kernels = True
         if isinstance(module, DecoderLayer) and FusedLayer.suits(module.attention.shape):
-            module.fused = FusedLayer(module, storage)
+            module.fused = FusedLayer(module, storage, threads)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not isinstance(module, QuickLinear):
-                setattr(module, name, QuickLinear(child, storage))
+                setattr(module, name, QuickLinear(child, storage, threads))
     return other

@@ -26,6 +26,7 @@ from eyas.drafters._base import Drafter, DraftSession, Roots
 from eyas.drafters._grow import DynamicTree, Growth
 from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
+from eyas.kernels import Pending
 from eyas.nn import LayerShape, quick, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
@@ -113,7 +114,7 @@ class EagleMethod(Drafter):
     @cached_property
     def grower(self) -> Grower | None:
         """What grows its dynamic trees all levels at once, where kernels know the net."""
-        return grower_of(self)
+        return None if self.window() else grower_of(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -254,41 +255,52 @@ class EagleSession(DraftSession):
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""
         P = self.pending_BPF.shape[1]
         order_P = torch.arange(P, device=roots.tokens_B.device)
-        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        next_BP = self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None])
+        next_BP, last_B1 = self._next(roots)
         order_BP, causal_BPP = order_P.expand(self.rows, P), (order_P[:, None] >= order_P).expand(self.rows, P, P)
         fused_BPD = self.net.fuse(self._cast(self.pending_BPF))
         hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._reach(roots) + P)
-        read_B = self.pending_B * roots.active_B
-        self.length_B, self.pairs_B = self.length_B + read_B, self.pairs_B + read_B
-        self.pending_B = torch.zeros_like(self.pending_B)
+        self._have_read(self.pending_B * roots.active_B)
         if self.window:
             self.bound = [min(bound + P, roots.longest) for bound in self.bound]
             self._trim()
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
+
+    def _next(self, roots: Roots) -> tuple[Tensor, Tensor]:
+        """The tokens after the pending features [B, P], the roots after the last of them; and which one that is [B, 1]."""
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        return self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None]), last_B1
+
+    def _have_read(self, count_B: Tensor) -> None:
+        self.length_B, self.pairs_B = self.length_B + count_B, self.pairs_B + count_B
+        self.pending_B = torch.zeros_like(self.pending_B)
+
+    def _at_once(self, roots: Roots, shape: DynamicTree) -> Draft | None:
+        """Read what is pending and grow a dynamic tree in one call, where the kernels know how."""
+        grower, P = self.drafter.grower, self.pending_BPF.shape[1]
+        if grower is None or not grower.suits(roots):
+            return None
+        count_B = self.pending_B * roots.active_B
+        pending = Pending(self.net.fuse(self._cast(self.pending_BPF)).contiguous(), self._next(roots)[0], count_B)
+        draft = grower(pending, roots, shape, self.cache, self.length_B, roots.longest + P + shape.depth * shape.branch)
+        self._have_read(count_B)
+        return draft
 
     def _reach(self, roots: Roots) -> int:
         """At most that many slots are in use in any row."""
         return min(max(self.bound), roots.longest) if self.window else roots.longest
 
     def growth(self, roots: Roots) -> Growth:
-        """Read what is pending; then the levels of the tree can be expanded, in slots behind the committed ones."""
-        hidden_BD = self._catch_up(roots)
-        reach = self._reach(roots)
+        """Reads what is pending, when asked to; then the levels of the tree can be expanded, in slots behind the committed ones."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
             slot_BQ = torch.arange(T - Q, T, device=tokens_BQ.device).expand(B, Q)
             offset_BQ = torch.full_like(tokens_BQ, level)
-            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, reach + T)
+            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._reach(roots) + T)
 
-        def at_once(shape: DynamicTree) -> Draft | None:
-            if self.drafter.grower is None or not self.drafter.grower.suits(roots):
-                return None
-            width = reach + shape.depth * shape.branch
-            return self.drafter.grower(hidden_BD, roots, shape, self.cache, self.length_B, width)
-
-        return Growth(hidden_BD, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
+        return Growth(
+            lambda: self._catch_up(roots), self.drafter.head, expand, self.drafter.draft_ids_v, lambda shape: self._at_once(roots, shape)
+        )  # fmt: skip
 
     def draft(self, roots: Roots) -> Draft:
         return self.drafter.grow(self.growth(roots), roots)

@@ -260,7 +260,7 @@ class Method(EagleMethod):
 
         hidden_BQW = longer(feature_BD[:, None].to(self.dtype), roots.tokens_B[:, None])
         if self.dynamic is not None:
-            growth = Growth(hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: longer(hidden, tokens_BQ))
+            growth = Growth(lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: longer(hidden, tokens_BQ))
             return grow_dynamic(growth, roots, self.dynamic)
         assert self.tree is not None
         tokens, scores = list[Tensor](), list[Tensor]()

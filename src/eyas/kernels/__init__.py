@@ -26,6 +26,7 @@ __all__ = [
     "Matrix",
     "Net",
     "Pass",
+    "Pending",
     "Plan",
     "Shape",
     "UnavailableError",
@@ -38,7 +39,7 @@ __all__ = [
     "why_not",
 ]
 
-PANEL, LANES, PAIRS = 32, 16, 24  # as in cpu.cpp
+PANEL, LANES, PAIRS, FEW = 32, 16, 24, 32  # as in cpu.cpp
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # what attention is compiled for
 EXACT = 3e-7  # of a weight: rounding of its scale
 Storage = Literal["exact", "int8"]
@@ -270,7 +271,7 @@ class Layers:
         room = tuple(
             self._space(name, count)
             for name, count in (
-                ("normed", M * size.hidden), ("qkv", M * heads * size.head_dim), ("context", M * size.heads * size.head_dim),
+                ("normed", max(M, threads * min(M, FEW)) * size.hidden), ("qkv", M * heads * size.head_dim), ("context", M * size.heads * size.head_dim),
                 ("inner", M * size.inner), ("scores", threads * PAIRS * most),
             )
         )  # fmt: skip
@@ -385,17 +386,25 @@ class Grown:
     mask_BNN: Tensor
 
 
-def grow(net: Net, layer: Layers, plan: Plan, where: Pass, hidden_BD: Tensor, roots_B: Tensor) -> Grown:
-    """EAGLE-2's tree from a draft's only layer. `where`: of the rows; its positions and visible nodes are not read.
+@dataclass(frozen=True)
+class Pending:
+    """What a net has not read yet: pairs of hidden and the token after it; each row's first `count` of them."""
 
-    hidden_BD: the net's output at each row's newest token.
+    hidden_BPD: Tensor
+    next_BP: Tensor  # int64
+    count_B: Tensor  # int64; 0 in empty rows
+
+
+def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roots_B: Tensor) -> Grown:
+    """EAGLE-2's tree from a draft's only layer, which first reads what is pending. `where`: of the rows before that; its positions and
+    visible nodes are not read.
     """
-    B, K = len(roots_B), min(plan.branch, net.head.outputs)
+    (B, P), K = pending.next_BP.shape, min(plan.branch, net.head.outputs)
     drafted = K + (plan.depth - 1) * K * K
     N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
     tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
     grown = Grown(tokens, parents, depth, torch.empty(B, N), torch.empty(B, N, dtype=torch.bool), torch.empty(B, N, N, dtype=torch.bool))
-    record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, K)))
+    record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
     rule = _Plan(
         plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
         _at(plan.noise_BLv), _at(plan.temperature_B),
@@ -403,7 +412,8 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, hidden_BD: Tensor, ro
     out = _Grown(*map(_at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.candidate_BN, grown.mask_BNN)))
     library().eyas_grow(
         byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
-        c_void_p(hidden_BD.data_ptr()), c_void_p(roots_B.data_ptr()), byref(out),
+        *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.next_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
+        c_void_p(roots_B.data_ptr()), byref(out),
     )  # fmt: skip
     del kept
     return grown

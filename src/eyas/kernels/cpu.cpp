@@ -25,7 +25,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-constexpr int LANES = 16, PANEL = 2 * LANES, PAIRS = 24;  // PAIRS: (query, head) that read a key together
+constexpr int LANES = 16, PANEL = 2 * LANES, PAIRS = 24, FEW = 32;  // PAIRS: (query, head) that read a key together
 #if defined(__AVX512F__)
 constexpr int TILE = 12;  // rows of a tile: 24 sums and 2 weights in 32 registers
 #else
@@ -150,7 +150,7 @@ struct Pass {
     const uint8_t* near;           // the same for layers with a window
     const float *cosine, *sine;    // [position, h]
     int64_t most;                  // more than the slots that a query may see, by 32 or more
-    float *normed, *qkv, *context, *inner, *scores;  // room for M x (inputs, (H + 2K) h, H h, inner), and threads x PAIRS x most
+    float *normed, *qkv, *context, *inner, *scores;  // room for (M, and threads x min(M, FEW)) D, M x ((H + 2K) h, H h, inner), and threads x PAIRS x most
     int64_t threads;
 };
 
@@ -163,7 +163,7 @@ static void tile(const float* x, int64_t ldx, const W* w, int64_t inputs, const 
     Floats a[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL) {
         Floats first = load(w), second = load(w + LANES);
-        __builtin_prefetch(w + 16 * PANEL);
+        __builtin_prefetch((const char*)w + 4096);
         for (int m = 0; m < ROWS; m++) {
             Floats b = all(x[m * ldx + k]);
             a[m][0] = fma(b, first, a[m][0]);
@@ -224,6 +224,17 @@ static void rms_norms(const float* x, int64_t ldx, const float* weight, int64_t 
     for (int64_t m = 0; m < M; m++) rms_norm(x + m * ldx, weight, size, eps, y + m * ldy);
 }
 
+// The norms of x [M, D]: of a few tokens by every thread for itself, as waiting for each other would take longer; y has room for that.
+static const float* normed_for(int thread, const float* x, const float* weight, int64_t M, int64_t D, float eps, float* y) {
+    if (M > FEW) {
+        rms_norms(x, D, weight, M, D, eps, y, D);
+        return y;
+    }
+    float* mine = y + thread * M * D;
+    for (int64_t m = 0; m < M; m++) rms_norm(x + m * D, weight, D, eps, mine + m * D);
+    return mine;
+}
+
 // ------------------------------------------------------------------------------------------------------------ attention
 
 static inline void rotate(float* x, const float* cosine, const float* sine, int64_t h) {  // both halves of a head
@@ -234,23 +245,22 @@ static inline void rotate(float* x, const float* cosine, const float* sine, int6
     }
 }
 
-// Norm and rotate queries and keys of the new nodes; keys and values go to their slots.
-static void place(const Layer& layer, const Shape& s, const Pass& p, const Slots& c) {
-    const int64_t h = s.head_dim, width = (s.heads + 2 * s.kv_heads) * h;
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < p.rows * p.queries; m++) {
-        int64_t r = m / p.queries, slot = p.length[r] + p.nodes - p.queries + m % p.queries;
+// Norm and rotate the queries and keys of a row's new nodes, of one key-value head; keys and values go to their slots.
+static void place(const Layer& layer, const Shape& s, const Pass& p, const Slots& c, int64_t r, int64_t k) {
+    const int64_t h = s.head_dim, width = (s.heads + 2 * s.kv_heads) * h, sharing = s.heads / s.kv_heads;
+    for (int64_t q = 0; q < p.queries; q++) {
+        const int64_t m = r * p.queries + q, slot = p.length[r] + p.nodes - p.queries + q, at = r * c.row + k * c.head + slot * c.slot;
         const float *cosine = p.cosine + p.position[m] * h, *sine = p.sine + p.position[m] * h;
-        float* x = p.qkv + m * width;
-        for (int64_t head = 0; head < s.heads + s.kv_heads; head++, x += h) {
-            const float* norm = head < s.heads ? layer.q_norm : layer.k_norm;
+        for (int64_t i = 0; i <= sharing; i++) {
+            float* x = p.qkv + m * width + (i < sharing ? k * sharing + i : s.heads + k) * h;
+            const float* norm = i < sharing ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm(x, norm, h, s.eps, x);
             rotate(x, cosine, sine, h);
-            int64_t k = head - s.heads, at = r * c.row + k * c.head + slot * c.slot;
-            if (k < 0) continue;
-            std::memcpy(c.keys + at, x, h * sizeof(float));
-            std::memcpy(c.values + at, x + s.kv_heads * h, h * sizeof(float));
+            if (i < sharing)
+                for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
+        std::memcpy(c.keys + at, p.qkv + m * width + (s.heads + k) * h, h * sizeof(float));
+        std::memcpy(c.values + at, p.qkv + m * width + (s.heads + s.kv_heads + k) * h, h * sizeof(float));
     }
 }
 
@@ -336,9 +346,6 @@ struct Group {
 
     void run() const {
         const int64_t h = s.head_dim;
-        for (int64_t n = 0; n < queries; n++)
-            for (int64_t i = 0; i < heads; i++)
-                for (int64_t d = 0; d < h; d++) query(n, i)[d] *= s.scale;
         each_committed(keys, [&](int64_t place, const float* const* key, int64_t) {
             for (int64_t n = 0; n < queries; n++)
                 for (int64_t i = 0; i < heads; i++) store(scores_at(n, i) + place, scores_of<CHUNKS>(query(n, i), key));
@@ -373,10 +380,16 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slot
     // All heads that share keys together, unless that leaves threads without work; a window begins elsewhere for every query.
     const int64_t heads = sharing <= PAIRS && per_row * s.kv_heads >= p.threads ? sharing : 1;
     const int64_t queries = layer.window ? 1 : PAIRS / heads, parts = (p.queries + queries - 1) / queries, sets = s.heads / heads;
-#pragma omp for schedule(dynamic)
+    const bool alone = parts == 1 && heads == sharing;  // a unit reads no new key but those that it places itself
+    if (!alone) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < p.rows * s.kv_heads; i++) place(layer, s, p, c, i / s.kv_heads, i % s.kv_heads);
+    }
+#pragma omp for schedule(static)
     for (int64_t unit = 0; unit < p.rows * parts * sets; unit++) {
         int64_t set = unit % sets, first = unit / sets % parts * queries, r = unit / sets / parts, k = set * heads / sharing;
         int64_t begin = 0;
+        if (alone) place(layer, s, p, c, r, k);
         if (layer.window && p.position[r * p.queries + first] >= layer.window) begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
         const float *keys = c.keys + r * c.row + k * c.head, *values = c.values + r * c.row + k * c.head;
@@ -391,11 +404,9 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slot
 static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const Slots& c, const float* input, float* x, int thread) {
     const int64_t M = p.rows * p.queries, D = s.hidden, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     if (!input) {
-        rms_norms(x, D, layer.norm, M, D, s.eps, p.normed, D);
-        input = p.normed;
+        input = normed_for(thread, x, layer.norm, M, D, s.eps, p.normed);
     }
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, width, STORE);
-    place(layer, s, p, c);
     switch (s.head_dim / LANES) {
         case 1: attend<1>(layer, s, p, c, thread); break;
         case 2: attend<2>(layer, s, p, c, thread); break;
@@ -406,8 +417,8 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
         case 16: attend<16>(layer, s, p, c, thread); break;
     }
     linear(layer.o, p.context, s.heads * s.head_dim, M, x, D, ADD);
-    rms_norms(x, D, layer.mlp_norm, M, D, s.eps, p.normed, D);
-    linear(layer.gate_up, p.normed, D, M, p.inner, s.inner, GATE);
+    const float* normed = normed_for(thread, x, layer.mlp_norm, M, D, s.eps, p.normed);
+    linear(layer.gate_up, normed, D, M, p.inner, s.inner, GATE);
     linear(layer.down, p.inner, s.inner, M, x, D, ADD);
 }
 
@@ -577,22 +588,42 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float ep
     }
 }
 
-// hidden [B, D]: the net's output at each row's newest token. p: lengths and tables of cosines; its queries, nodes, positions, visible nodes
-// and room are set here, level by level, within the room that it comes with (for B x branch nodes).
-void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* given, const Slots* slots, const Plan* plan, const float* hidden,
-               const int64_t* roots, const Grown* out) {
+// What was accepted since the last tree is read first: `pending` [B, P, D] with the tokens after them [B, P], of which each row has `counts`
+// [B] >= 1. `given`: lengths before that, and tables of cosines; its queries, nodes, positions and visible nodes are set here, pass by pass,
+// within the room that it comes with (for B x max(P, branch) nodes).
+void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* given, const Slots* slots, const Plan* plan,
+               const float* pending, const int64_t* pending_tokens, int64_t P, const int64_t* counts, const int64_t* roots, const Grown* out) {
     const int64_t B = given->rows, D = s->hidden, K = plan->branch < net->vocabulary ? plan->branch : net->vocabulary, M = B * K;
     const int64_t padded = (net->vocabulary + PANEL - 1) / PANEL * PANEL, most = plan->depth * K, width = (net->paired ? 2 : 1) * D;
     std::vector<std::vector<Node>> drafted(B);
     std::vector<std::vector<int64_t>> beams(B);
     std::vector<int64_t> pick(M), tokens(M), position(M);
     std::vector<uint8_t> visible(M * most), before;
-    std::vector<float> state(hidden, hidden + B * D), next(M * D), normed(M * D), pair(M * 2 * D), input(M * width), logits(M * padded);
+    const int64_t room = std::max(M, B * P);
+    std::vector<float> state(room * D), next(room * D), normed(room * D), pair(room * 2 * D), input(room * width), logits(M * padded);
     std::vector<float> keys(given->threads * (padded + LANES));
     std::vector<Guess> best(M * K);
     Plan narrow = *plan;
     narrow.branch = K;
     Pass p = *given;
+    std::vector<int64_t> length(p.length, p.length + B);
+    position.resize(room), visible.resize(std::max(M * most, B * P * P));
+    for (int64_t m = 0; m < B * P; m++) {
+        position[m] = length[m / P] + m % P;
+        for (int64_t t = 0; t < P; t++) visible[m * P + t] = t <= m % P;
+    }
+    p.queries = p.nodes = P, p.position = position.data(), p.visible = p.near = visible.data();
+#pragma omp parallel num_threads(p.threads)
+    {
+        join(*net, *s, pending_tokens, pending, B * P, pair.data(), input.data(), next.data());
+        decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread_number());
+        if (net->carries_normed) rms_norms(next.data(), D, net->norm, B * P, D, s->eps, next.data(), D);
+    }
+    for (int64_t b = 0; b < B; b++) {
+        std::memcpy(&state[b * D], &next[(b * P + std::max<int64_t>(counts[b], 1) - 1) * D], D * sizeof(float));
+        length[b] += counts[b];
+    }
+    p.length = length.data();
     int64_t Q = 1;  // nodes of a row in this level
     for (int64_t level = 0; level < plan->depth; level++, Q = K) {
         if (level) {  // expand the picked nodes
@@ -608,7 +639,6 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* g
                 }
             p.queries = K, p.nodes = T, p.position = position.data(), p.visible = p.near = visible.data();
             state.swap(next);
-            if (next.size() < (size_t)(M * D)) next.resize(M * D);
         }
         const int64_t count = B * Q;
 #pragma omp parallel num_threads(p.threads)

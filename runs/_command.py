@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 import transformers
 
-from eyas.bench.machine import cpu_name
+from eyas.hardware import cpu_name
 from eyas.errors import EyasError
 
 INTERRUPTED = 130

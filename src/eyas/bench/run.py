@@ -27,7 +27,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from eyas.bench.contestants import Contestant, Question
-from eyas.bench.machine import cpu_name, gpus, snapshot, used, versions
+from eyas.bench.machine import gpus, snapshot, used
+from eyas.hardware import cpu_name, versions
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.decode import Request

@@ -103,6 +103,6 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    from eyas.bench.machine import versions as found
+    from eyas.hardware import versions as found
 
     return found()

@@ -78,7 +78,13 @@ class Step:
     seconds: float = 0.0  # of the whole cycle (all rows)
     parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, host clock
     at: float = field(default_factory=time.perf_counter)  # when it ended
-    decision: Decision = Decision()  # of the policy, before the cycle
+    decision: Decision = field(default_factory=Decision)  # of the policy, before the cycle
+
+    @property
+    def decided(self) -> str:
+        """What the policy had drafted for this row: "plain" (nothing), "nodes/depth/branch", or "own" (as the options say)."""
+        shape = self.decision.shape
+        return "plain" if self.row in self.decision.plain else "own" if shape is None else "/".join(map(str, shape))
 
 
 @dataclass
@@ -103,7 +109,7 @@ class Decoder:
         reuse: keep what a finished row holds, and start the next prompt after the longest prefix that it shares with it (chat).
         verify: how a cycle's verdict is reached; another one than `verify.verify` is for experiments, whose text is no longer the target's.
         watch: shown every cycle's roots, draft, processed scores and verdict, outside of the time that Steps report.
-        policy: decides about every cycle; it may be shared by decoders that follow each other. None: every cycle as the drafter's options say.
+        policy: decides about every cycle; decoders that follow each other may share it. None: every cycle as the drafter's options say.
     """
 
     def __init__(
@@ -267,7 +273,7 @@ class Decoder:
         prefill: bool = False,
         path: tuple[int, ...] = (),
         draft: Draft | None = None,
-        decision: Decision = Decision(),
+        decision: Decision | None = None,
     ) -> Step:
         """Hand tokens to a row until something ends it."""
         row = self.rows[b]
@@ -287,7 +293,7 @@ class Decoder:
             self._leave(b)
         return Step(
             row.ticket, tuple(tokens[:given]), min(given, drafted), prefill, row.finish, path, draft, b, clock.total(), dict(clock.parts),
-            decision=decision,
+            decision=decision or Decision(),
         )  # fmt: skip
 
     def _leave(self, b: int) -> None:

@@ -100,8 +100,6 @@ def card(before: Snapshot | None = None, *, dtype: str | None = None, device: st
     }
 
 
-
-
 def cores() -> list[int]:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -120,7 +118,6 @@ def gpus() -> list[dict[str, Any]]:
     return []
 
 
-
 def commit(clone: Path = CLONE) -> str | None:
     """The commit of the clone that eyas runs from, with a + when tracked files were changed since; None when it is no clone."""
     if not (clone / ".git").exists():
@@ -128,7 +125,6 @@ def commit(clone: Path = CLONE) -> str | None:
     at = says("git", "-C", str(clone), "rev-parse", "HEAD")
     changed = says("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
     return f"{at}{'+' if changed else ''}" if at else None
-
 
 
 def _all_seconds() -> float | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -65,7 +65,7 @@ class Roots:
     longest: int  # the largest position, known to the host
     history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
     busy: tuple[int, ...] = ()  # the active rows, known to the host; filled by the Decoder
-    decision: Decision = Decision()  # of the policy, for this cycle
+    decision: Decision = field(default_factory=Decision)  # of the policy, for this cycle
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class LanguageModelSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        late_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # committed, not read; without the root, which begins the chunk
+        late_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # committed, not read; the root begins the chunk
         self.model.prefill(row, self._readable(torch.cat([late_T, tokens_T])).tolist())
         self.pending_B[row] = 1  # the root
 

@@ -187,20 +187,24 @@ class _Fixed:
         pass
 
 
-def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[float, float]:
-    """Median seconds of a whole cycle, plain and with a draft."""
+def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
+    """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
+    device = drafter.target.device
     decoder = Decoder(drafter.target, drafter, policy=_Fixed(shape))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
-    context = max(1, min(context, drafter.target.context - new))
-    decoder.add(Request(tuple(_text(drafter.target, context)), new))
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    decoder.add(Request(tuple(_text(drafter.target, max(1, min(costs.context, drafter.target.context - new)))), new))
+    rests: dict[bool, list[float]] = {True: [], False: []}
     began = time.perf_counter()
-    while not decoder.finished and (len(seconds[False]) < 3 or time.perf_counter() - began < BUDGET):
+    while not decoder.finished and (len(rests[False]) < 3 or time.perf_counter() - began < BUDGET):
         for step in decoder.step():
+            plain = bool(step.decision.plain)
+            known = costs.plain() if plain else costs.cycle(shape)
+            if device.type == "cpu":  # elsewhere the stages only say when work was handed over
+                known = step.parts.get("draft", 0.0) + step.parts.get("target", 0.0)
             if not step.prefill:
-                seconds[bool(step.decision.plain)].append(step.seconds)
-    plain, drafted = (median(found[1:] or found) for found in (seconds[True], seconds[False]))
-    return plain, drafted
+                rests[plain].append(max(0.0, step.seconds - known))
+    plain_rest, rest = (median(found[1:] or found) for found in (rests[True], rests[False]))
+    return plain_rest, rest
 
 
 def measure(drafter: Drafter) -> Costs:
@@ -217,9 +221,8 @@ def measure(drafter: Drafter) -> Costs:
         CONTEXT, tuple(int(row["nodes"]) for row in curve), tuple(row["ms"] / 1e3 for row in curve), tuple(branches), tuple(first),
         tuple(deeper), 0.0, 0.0,
     )  # fmt: skip
-    shape = Shape(nodes, levels, min(2, limit.branch))
-    plain, drafted = _cycles(drafter, shape, CONTEXT)
-    return replace(costs, plain_rest=max(0.0, plain - costs.plain()), rest=max(0.0, drafted - costs.cycle(shape)))
+    plain_rest, rest = _rests(drafter, costs, Shape(nodes, levels, min(2, limit.branch)))
+    return replace(costs, plain_rest=plain_rest, rest=rest)
 
 
 # --- remembering -----------------------------------------------------------------------------------------------------------------------

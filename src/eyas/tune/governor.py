@@ -8,7 +8,7 @@
                then it is tried again
 
 All times are those of Steps: what a cycle took from its begin to its tokens, drafts and what a waking head reads included. A cycle counts
-for at most twice what one of its kind usually takes, so that one that the machine held up says little. Each number of rows (1, 2-3, 4-7,
+for what those of its kind usually take, so one that the machine held up says nothing. Each number of rows (1, 2-3, 4-7,
 ...) is judged for itself, its rows all alike: they share every pass. What is learnt is kept from one request to the next.
 
 A method whose trees are as they are is drafted with or not; what grows is planned too. Where sampled rows' children are drawn, what a seed
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 
 import numpy as np
 
@@ -44,57 +44,52 @@ SMALLER = 2  # smaller trees that are tried before the head sleeps
 PRICE = 0.02  # of the plain cycles that follow, what an attempt may cost
 NAP, LONGEST_NAP = 64, 2048  # plain cycles
 RECOVERED = 64  # drafted cycles after which earlier attempts are forgotten
-MEMORY, PLAIN_MEMORY = 32, 8  # cycles that a rate remembers
+MEMORY = 48  # cycles that a yield remembers
+LUCK = 1.5  # standard errors
+PLAIN, PLAIN_MEMORY = "plain", 5  # a measurement is more than half of what is remembered
 FRESH = 8  # drafted cycles after which plain decoding is measured again before it is said to be faster
 
 
 class Usual:
-    """What a cycle of each kind usually takes."""
+    """What a cycle of each kind usually takes: the lower median of the last ones."""
 
     def __init__(self) -> None:
-        self.seconds: dict[object, deque[float]] = {}
+        self._seconds: dict[object, deque[float]] = {}
 
-    def held(self, kind: object, seconds: float) -> float | None:
-        """The seconds that count; None for the first one of its kind, which warms up."""
-        known = self.seconds.get(kind)
-        if known is None:
-            self.seconds[kind] = deque(maxlen=9)
-            return None
-        known.append(seconds)
-        return min(seconds, 2 * median(known))
+    def add(self, kind: object, seconds: float, memory: int = 9) -> None:
+        self._seconds.setdefault(kind, deque(maxlen=memory)).append(seconds)
+
+    def __getitem__(self, kind: object) -> float:
+        return median_low(self._seconds[kind])
 
 
 @dataclass
-class Rate:
-    """Tokens and seconds of cycles; older ones fade."""
+class Yield:
+    """Tokens of cycles, and how many there were of each kind; older ones fade."""
 
-    memory: int = MEMORY
     count: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0  # of tokens
-    seconds: float = 0.0
+    kinds: dict[object, float] = field(default_factory=dict)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        fade = 1 - 1 / self.memory
+    def add(self, tokens: int, kind: object) -> None:
+        fade = 1 - 1 / MEMORY
         self.count = fade * self.count + 1
         self.tokens = fade * self.tokens + tokens
         self.squares = fade * self.squares + tokens * tokens
-        self.seconds = fade * self.seconds + seconds
+        for known in self.kinds:
+            self.kinds[known] *= fade
+        self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
-    @property
-    def each(self) -> float:
-        """Seconds of a cycle."""
-        return self.seconds / self.count
-
-    @property
-    def per_second(self) -> float:
-        return self.tokens / self.seconds
+    def seconds(self, usual: Usual) -> float:
+        """Of a cycle."""
+        return sum(count * usual[kind] for kind, count in self.kinds.items()) / self.count
 
     def with_luck(self, rows: int) -> float:
-        """Tokens a cycle, one standard error above their mean."""
+        """Tokens of a cycle: their mean and what chance may have taken from it, more where there were few."""
         mean = self.tokens / self.count
-        spread = max(self.squares / self.count - mean * mean, 0.25 * rows)
-        return mean + (spread / self.count) ** 0.5  # type: ignore[no-any-return]
+        spread = max(0.0, self.squares / self.count - mean * mean) + 1.5 * rows / self.count
+        return mean + LUCK * (spread / self.count) ** 0.5  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -102,8 +97,7 @@ class Side:
     """What is known of cycles with so many rows, and what goes on there."""
 
     shape: Shape | None  # of a grown tree
-    plain: Rate = field(default_factory=lambda: Rate(PLAIN_MEMORY))
-    drafted: Rate = field(default_factory=Rate)  # with this shape, since the head woke
+    drafted: Yield = field(default_factory=Yield)  # with this shape, since the head woke
     usual: Usual = field(default_factory=Usual)
     scale: float = 1.0  # measured over expected seconds of drafted cycles
     left: int = FIRST  # plain cycles to come
@@ -116,6 +110,11 @@ class Side:
     measured: int = 0  # drafted cycles since
     explore: int = EXPLORE
     explored: int = 0
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain cycle."""
+        return self.usual[PLAIN]
 
 
 class Governor:
@@ -159,9 +158,7 @@ class Governor:
     # --- what happened
 
     def _plain(self, side: Side, rows: int, seconds: float) -> None:
-        counted = side.usual.held("plain", seconds)
-        if counted is not None:
-            side.plain.add(rows, counted)
+        side.usual.add(PLAIN, seconds, PLAIN_MEMORY)
         side.left -= 1
         if not side.left and side.why == "asleep":
             self._wake(side, rows)
@@ -170,16 +167,15 @@ class Governor:
         side.cycles, side.measured, side.explored = side.cycles + 1, side.measured + 1, side.explored + 1
         explored = step.decision.why == "explore"
         assert step.draft is not None
-        counted = side.usual.held((step.decision.shape, step.draft.tree.nodes), step.seconds)
+        kind = step.decision.shape, step.draft.tree.nodes
+        side.usual.add(kind, step.seconds)
         if explored or side.cycles <= 2 * SURE or side.cycles % REPLAN == 0:
             self._look(step)
+        side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.plain / rows  # the first holds the waking
         if explored:
             side.explored, side.explore = 0, min(2 * side.explore, LONGEST_EXPLORE)
-        if counted is None and side.cycles > 1:  # a new shape; of the first cycle the waking is part of the price
-            return
-        side.spent += (step.seconds if side.cycles == 1 else counted or 0.0) - tokens / side.plain.per_second
-        if not explored:
-            side.drafted.add(tokens, counted or step.seconds)
+        else:
+            side.drafted.add(tokens, kind)
             self._judge(side, rows)
 
     def _look(self, step: Step) -> None:
@@ -194,7 +190,7 @@ class Governor:
     def _judge(self, side: Side, rows: int) -> None:
         if self._losing(side, rows):
             if side.measured > FRESH:  # the machine may have become slower since
-                side.measured, side.drafted = side.measure, Rate()
+                side.measured = side.measure
             else:
                 self._give_way(side, rows)
         elif side.cycles % REPLAN == 0:
@@ -207,22 +203,22 @@ class Governor:
 
     def _losing(self, side: Side, rows: int) -> bool:
         drafted = side.drafted
-        return drafted.count > SURE - 1 and drafted.with_luck(rows) < drafted.each * side.plain.per_second
+        return drafted.count > SURE - 1 and drafted.with_luck(rows) * side.plain < drafted.seconds(side.usual) * rows
 
     def _give_way(self, side: Side, rows: int) -> None:
         """A smaller tree, if it is said to pay; else sleep."""
         if side.shape is not None and side.smaller < SMALLER:
             self._scale(side, rows)
             found = self._plan(side, rows)
-            if found.shape.nodes < side.shape.nodes and rows * found.rate > side.plain.per_second * GAIN:
-                side.shape, side.drafted, side.smaller = found.shape, Rate(), side.smaller + 1
+            if found.shape.nodes < side.shape.nodes and found.rate * side.plain > GAIN:
+                side.shape, side.drafted, side.smaller = found.shape, Yield(), side.smaller + 1
                 return
-        loss = max(0.0, side.spent) / (PRICE * side.plain.each)
-        side.nap = side.left = int(min(max(NAP, 2 * side.nap, loss), LONGEST_NAP))
+        fair = min(side.spent / (PRICE * side.plain), 8 * max(NAP, side.nap))  # however long the machine may have held one cycle up
+        side.nap = side.left = int(min(max(NAP, 2 * side.nap, fair), LONGEST_NAP))
         side.why, side.measured = "asleep", 0
 
     def _wake(self, side: Side, rows: int) -> None:
-        side.drafted, side.cycles, side.smaller, side.spent = Rate(), 0, 0, 0.0
+        side.drafted, side.cycles, side.smaller, side.spent = Yield(), 0, 0, 0.0
         side.measure, side.explore, side.explored = MEASURE, EXPLORE, 0
         if side.shape is not None:
             side.shape = self._plan(side, rows).shape
@@ -233,7 +229,7 @@ class Governor:
         self._scale(side, rows)
         found = self._plan(side, rows)
         if found.shape != side.shape and found.rate > GAIN * self._expected(side, side.shape, rows).rate:
-            side.shape, side.drafted = found.shape, Rate()
+            side.shape, side.drafted = found.shape, Yield()
 
     # --- trees
 
@@ -247,7 +243,8 @@ class Governor:
 
     def _times(self, rows: int) -> Array:
         """Seconds of a cycle with each size, by the costs."""
-        assert self.acceptance is not None and self._make is not None
+        assert self.acceptance is not None
+        assert self._make is not None
         if self._costs is None:
             self._costs = self._make()
         if rows not in self._seconds:
@@ -266,10 +263,11 @@ class Governor:
     def _scale(self, side: Side, rows: int) -> None:
         """Costs are ratios: what cycles with this shape really take says how long a second is."""
         if side.shape is not None and side.drafted.count:
-            side.scale *= side.drafted.each / self._expected(side, side.shape, rows).seconds
+            side.scale *= side.drafted.seconds(side.usual) / self._expected(side, side.shape, rows).seconds
 
     def _larger(self, shape: Shape) -> Shape:
-        assert self.acceptance is not None and self.largest is not None
+        assert self.acceptance is not None
+        assert self.largest is not None
         wanted = Shape(2 * shape.nodes, shape.depth + 2, shape.branch + 2).within(self.largest)
         held = [s for s in self.acceptance.shapes if s.within(wanted) == s]
         return max(held, key=lambda s: (s.nodes, s.depth, s.branch))

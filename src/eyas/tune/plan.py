@@ -8,7 +8,8 @@ were accepted over how often that was promised (EAGLE-2, figure 6: confidences f
 known at first: then a made-up tree speaks.
 
 What a tree does not show (more nodes, levels or children than it has) it does not change. This module knows no clock and no method.
-Letters: A branches, D depths, G numbers of nodes, X nodes of a drafted tree, by value.
+Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value,
+S sizes.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Acceptance:
         self.limit, self.shapes = limit, sizes(limit)
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
         self._place_S = tuple(np.array(x) for x in zip(*map(self._place, self.shapes), strict=True))
-        self._mean_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
-        self._count_ADG = np.zeros_like(self._mean_ADG)
+        self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
+        self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised, by the depth of the nodes
         self._promised_D, self._kept_D = np.ones(limit.depth), np.ones(limit.depth)
         self._add(*_made_up(limit), limit, PRIOR)
 
@@ -85,7 +86,7 @@ class Acceptance:
     @property
     def accepted_S(self) -> Array:
         """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
-        found = self._mean_ADG
+        found = self._mean_ADGE @ self.calibration_D
         for axis in range(3):
             found = np.maximum.accumulate(found, axis=axis)
         here: Array = found[self._place_S]
@@ -121,8 +122,9 @@ class Acceptance:
         depth_X, value_X = np.array(_depths(parents)), np.exp(np.array(values))
         order_X = np.lexsort((np.arange(len(parents)), -value_X))  # a parent is no less probable, and comes before its children
         order_X = order_X[order_X > 0]
-        worth_X = value_X[order_X] * self.calibration_D[depth_X[order_X] - 1]
-        level_XD = depth_X[order_X, None] <= np.arange(1, shape.depth + 1)
+        levels_D = np.arange(1, self.limit.depth + 1)
+        promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_D)
+        level_XD = depth_X[order_X, None] <= levels_D[: shape.depth]
         sizes_G = np.array([n for n in self.nodes if n <= shape.nodes])
         for a, branch in enumerate(self.branches):
             if branch > shape.branch:
@@ -131,7 +133,8 @@ class Acceptance:
             held_XDG = has_XD[..., None] & (has_XD.cumsum(0)[..., None] < sizes_G)
             cells = (a, slice(0, shape.depth), slice(0, len(sizes_G)))
             self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + weight, MEMORY)
-            self._mean_ADG[cells] += (np.einsum("x,xdg->dg", worth_X, held_XDG) - self._mean_ADG[cells]) * weight / self._count_ADG[cells]
+            share_DG = weight / self._count_ADG[cells]
+            self._mean_ADGE[cells] += (np.tensordot(held_XDG, promised_XE, (0, 0)) - self._mean_ADGE[cells]) * share_DG[..., None]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

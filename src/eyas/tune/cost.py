@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -166,7 +167,7 @@ def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT
         session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + roots.tokens_B, one_1, roots.tokens_B), seen)
         return took
 
-    return _medians({shape: lambda shape=shape: cycle(shape) for shape in shapes})
+    return _medians({shape: partial(cycle, shape) for shape in shapes})
 
 
 def _zeros(target: Target, nodes: int, width: int) -> Tensor:
@@ -232,7 +233,7 @@ def key_of(drafter: Drafter) -> dict[str, Any]:
     """What costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
-        "format": FORMAT, "target": target.fingerprint(), "method": name_of(drafter), "options": repr(drafter.options),
+        "format": FORMAT, "target": target.fingerprint(), "model": type(target.model).__name__, "method": name_of(drafter), "options": repr(drafter.options),
         "head": None if drafter.net is None else sum(p.numel() for p in drafter.net.parameters()), "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), "cpu": cpu_name(),
         "threads": torch.get_num_threads(), "run": str(getattr(getattr(target, "run", None), "name", "own")), "versions": versions(),

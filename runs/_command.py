@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 import transformers
 
-from eyas.bench.machine import cpu_name
 from eyas.errors import EyasError
+from eyas.hardware import cpu_name
 
 INTERRUPTED = 130
 

@@ -21,13 +21,13 @@ import torch
 from _command import command, machine, run
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from eyas.bench import cost
 from eyas.bench.simulate import expected_tau, simulated
 from eyas.decode import Decoder, Request
 from eyas.drafters import find
 from eyas.drafters._base import options_from
 from eyas.target import Target
 from eyas.tree import Tree
+from eyas.tune.cost import verify_cost
 
 RATES = (0.67, 0.62, 0.61, 0.64, 0.63)  # EAGLE-1, table 3: n-alpha of Mixtral 8x7B; published speed-up 1.50x, tau 3.25
 PUBLISHED = {"speedup": 1.50, "tau": 3.25}
@@ -115,7 +115,7 @@ def main() -> None:
         target = target_of(kind, args.hidden, args.layers)
         entry: dict[str, Any] = {
             "parameters_M": round(sum(p.numel() for p in target.model.parameters()) / 1e6),
-            "verify_ms": [{k: round(v, 2) for k, v in row.items()} for row in cost.verify_cost(target)],
+            "verify_ms": [{k: round(v, 2) for k, v in row.items()} for row in verify_cost(target)],
             "eagle1 chain of 5": cycles(
                 target, "eagle1", {"tree.choices": "chain-5"}, expected_tau(RATES, 5), args.new_tokens, args.rounds
             ),

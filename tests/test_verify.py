@@ -415,7 +415,10 @@ def grown_drafts(world: World, start_W: Tensor, parents: list[int], depth: int) 
     return start_B, draft, prefix_BN, weight_B
 
 
-def drawn_cycle(name: str, grown: bool = False, block: bool = False) -> Cycle:
+Cut = Callable[[Tensor, Draft], Draft]  # (start_B, the draft) -> with fewer candidates
+
+
+def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | None = None) -> Cycle:
     """A cycle with drawn trees, or blocks: every draft, every answer of the accept tests, every bonus."""
 
     def cycle(world: World, start_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -437,6 +440,7 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False) -> Cycle:
         root_B = 2 + torch.arange(len(start_B)) % 5
         noise = Script(root_B, depth, torch.zeros(len(start_B), depth + 1, world.vocab), answer_XC[answer_B], None, siblings)
         drafted = Draft(tree, draft.tokens_BN[index_B], None, draft.q_BNV[index_B], block)
+        drafted = drafted if cut is None else cut(start_B, drafted)
         verdict = verify(drafted, world.scores_IV[prefix_BN], root_B, noise)
         weight_B = weight_B * noise.weight_B * 0.5 ** (answers - noise.calls)
         bonus_BV = noise.added[-1].double().exp()  # the law from which the bonus is drawn, up to a factor that argmax does not see

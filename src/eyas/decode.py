@@ -2,6 +2,8 @@
 
     step = draft -> verify in one pass of the target -> commit -> emit
 
+Before a cycle a `Policy` may say how large a tree to grow, or that rows go without a draft; after it, it is shown the cycle's Steps.
+
 `Step` records say what one cycle did for one row; generate, stream, metrics and views are folds over them.
 This module knows no method, no tokenizer and no model family.
 """
@@ -11,24 +13,42 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eyas.cache import common_prefix
-from eyas.drafters import Drafter, Roots
+from eyas.drafters import Decision, Drafter, Roots
+from eyas.drafters._sleep import Sleeper
 from eyas.errors import InputError, ModelError
 from eyas.sampling import Noise, Sampling, process
 from eyas.target import Target
 from eyas.tree import Draft, Tree, Verdict
 from eyas.verify import verify
 
-__all__ = ["Decoder", "Processor", "Request", "Step", "Verify", "Watch"]
+__all__ = ["Decision", "Decoder", "Policy", "Processor", "Request", "Step", "Verify", "Watch"]
 
 Verify = Callable[[Draft, Tensor, Tensor, Noise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
 Watch = Callable[[Roots, Draft, Tensor, Verdict], None]
 Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+
+
+class Policy(Protocol):
+    """Which trees, and whether to draft at all.
+
+    It is asked before a cycle's draft, so it knows what came before and nothing that this cycle draws: also where children are drawn, the
+    text keeps the target's law.
+    """
+
+    def decide(self, roots: Roots) -> Decision:
+        """For the cycle that begins at these roots."""
+        ...
+
+    def learn(self, steps: Sequence[Step]) -> None:
+        """What came of it: the Steps of one cycle, one of each busy row."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,13 @@ class Step:
     seconds: float = 0.0  # of the whole cycle (all rows)
     parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, host clock
     at: float = field(default_factory=time.perf_counter)  # when it ended
+    decision: Decision = field(default_factory=Decision)  # of the policy, before the cycle
+
+    @property
+    def decided(self) -> str:
+        """What the policy had drafted for this row: "plain" (nothing), "nodes/depth/branch", or "own" (as the options say)."""
+        shape = self.decision.shape
+        return "plain" if self.row in self.decision.plain else "own" if shape is None else "/".join(map(str, shape))
 
 
 @dataclass
@@ -82,14 +109,16 @@ class Decoder:
         reuse: keep what a finished row holds, and start the next prompt after the longest prefix that it shares with it (chat).
         verify: how a cycle's verdict is reached; another one than `verify.verify` is for experiments, whose text is no longer the target's.
         watch: shown every cycle's roots, draft, processed scores and verdict, outside of the time that Steps report.
+        policy: decides about every cycle; decoders that follow each other may share it. None: every cycle as the drafter's options say.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify, watch: Watch | None = None
+        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify, watch: Watch | None = None,
+        policy: Policy | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.reuse, self.verify, self.watch = target, reuse, verify, watch
+        self.model, self.reuse, self.verify, self.watch, self.policy = target, reuse, verify, watch, policy
         self.target = target.open(rows, drafter.wants)
-        self.drafter = drafter.open(rows)
+        self.drafter = drafter.open(rows) if policy is None else Sleeper(drafter.open(rows), rows)
         self.waiting: deque[tuple[int, Request]] = deque()
         self.rows: list[_Row | None] = [None] * rows
         self.left: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values an empty row still holds
@@ -140,7 +169,9 @@ class Decoder:
         self.target.commit(verdict, roots.active_B)
         self.drafter.commit(draft, verdict, seen)
         clock.lap("commit")
-        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock)
+        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock, roots.decision)
+        if self.policy is not None:
+            self.policy.learn(emitted)
         if self.watch is not None:
             self.watch(roots, draft, scores_BNV, verdict)
         return steps + emitted
@@ -193,7 +224,7 @@ class Decoder:
         if any(row is not None and row.history_V is not None for row in rows):
             blank_V = torch.zeros(self.model.vocab_size, dtype=torch.bool, device=device)
             history = torch.stack([blank_V if row is None or row.history_V is None else row.history_V for row in rows])
-        return Roots(
+        roots = Roots(
             tokens_B=torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device),
             position_B=self.target.length_B,
             active_B=torch.tensor([row is not None for row in rows], device=device),
@@ -201,7 +232,9 @@ class Decoder:
             noise=Noise.of(sampling, device),
             longest=max(self.target.lengths),
             history_BV=history,
+            busy=tuple(b for b, row in enumerate(rows) if row is not None),
         )
+        return roots if self.policy is None else replace(roots, decision=self.policy.decide(roots))
 
     def _process(self, logits_BNV: Tensor, draft: Draft, roots: Roots) -> Tensor:
         """Each row's own Sampling, once per node, with that node's own prefix where something depends on it."""
@@ -216,7 +249,7 @@ class Decoder:
             rows.append(process(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
         return torch.stack(rows)
 
-    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: _Clock) -> list[Step]:
+    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: _Clock, decision: Decision) -> list[Step]:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
         columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
         host, P = torch.cat(columns, 1).tolist(), verdict.path_BP.shape[1]
@@ -227,7 +260,7 @@ class Decoder:
             if row is not None:
                 self._check_nan(bool(bad), row.tokens)
                 path = tuple(rest[P : P + length])
-                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=path, draft=draft))
+                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=path, draft=draft, decision=decision))
         return steps
 
     def _give(
@@ -240,6 +273,7 @@ class Decoder:
         prefill: bool = False,
         path: tuple[int, ...] = (),
         draft: Draft | None = None,
+        decision: Decision | None = None,
     ) -> Step:
         """Hand tokens to a row until something ends it."""
         row = self.rows[b]
@@ -258,8 +292,9 @@ class Decoder:
         if row.finish:
             self._leave(b)
         return Step(
-            row.ticket, tuple(tokens[:given]), min(given, drafted), prefill, row.finish, path, draft, b, clock.total(), dict(clock.parts)
-        )
+            row.ticket, tuple(tokens[:given]), min(given, drafted), prefill, row.finish, path, draft, b, clock.total(), dict(clock.parts),
+            decision=decision or Decision(),
+        )  # fmt: skip
 
     def _leave(self, b: int) -> None:
         """The row is empty; with `reuse`, what it holds may serve the next prompt."""

@@ -1,4 +1,4 @@
-"""Files that are always whole, whatever happens while they are written."""
+"""Files that are always whole, whatever happens while they are written; and where the user's machine keeps what can be made again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["replaced"]
+__all__ = ["replaced", "user_cache"]
+
+
+def user_cache() -> Path:
+    """The folder of things that are worked out once for a machine, like `~/.cache/eyas`; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eyas"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ This module knows prompts, tokenizers and results; it knows no method, no tree a
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, fast, tiny
-from eyas.decode import Decoder, Processor, Request, Step
+from eyas.decode import Decoder, Policy, Processor, Request, Step
 from eyas.drafters import Drafter
 from eyas.drafters._base import options_from
 from eyas.drafters._merge import Merged, name_of
@@ -26,6 +27,7 @@ from eyas.errors import InputError, ModelError, OptionError, near
 from eyas.sampling import Sampling
 from eyas.target import Target, pick_device, pick_dtype
 from eyas.text import StopStrings, encode, render
+from eyas.tune import auto, mode_of
 
 __all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "load"]
 
@@ -55,6 +57,7 @@ class Stats:
     slow_processors: tuple[str, ...] = ()  # processors that had to run node by node
 
     tokens: int = 0  # emitted by cycles (the prefill's own token not counted)
+    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what the policy decided: `Step.decided`
 
     @property
     def tau(self) -> float:
@@ -112,11 +115,14 @@ def load(
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
         options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
+            tree="auto": drafts are as large as pays on this machine, or none (`eyas.tune`): the default, unless a tree is described.
+            tree="fixed": as the options say, in every cycle.
 
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
     words: PreTrainedTokenizerBase | None
+    mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
     if target is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
@@ -135,7 +141,9 @@ def load(
         words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
         model = Target.load(target, dtype, device, trust_remote_code)
     model = fast.prepared(model, kernels, own=not isinstance(target, PreTrainedModel))
-    return LLM(model, _drafter(model, draft, method, options, draft_with), words, str(draft) if isinstance(draft, str | Path) else None)
+    drafter = _drafter(model, draft, method, options, draft_with)
+    policy = auto(drafter) if mode == "auto" else None
+    return LLM(model, drafter, words, str(draft) if isinstance(draft, str | Path) else None, policy)
 
 
 def _check_folder(target: str | Path) -> None:
@@ -195,10 +203,13 @@ def _knows(kind: type[Drafter], option: str) -> bool:
 
 
 class LLM:
-    """A target, a drafter and a tokenizer."""
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that is decoded here."""
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, draft_name: str | None = None) -> None:
-        self.target, self.drafter, self.tokenizer, self.draft_name = target, drafter, tokenizer, draft_name
+    def __init__(
+        self, target: Target, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, draft_name: str | None = None,
+        policy: Policy | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.drafter, self.tokenizer, self.draft_name, self.policy = target, drafter, tokenizer, draft_name, policy
         self.eos = _eos(target.model, tokenizer)
 
     @property
@@ -281,7 +292,7 @@ class LLM:
         """(index, Result) as prompts are finished, in whatever order."""
         made = [self.request(p, **kwargs) for p in prompts]
         rows = batch_size or (1 if self.target.device.type == "cpu" else 8)
-        decoder = Decoder(self.target, self.drafter, max(1, min(rows, len(made))))
+        decoder = Decoder(self.target, self.drafter, max(1, min(rows, len(made))), policy=self.policy)
         index = {decoder.add(request): i for i, (request, _) in enumerate(made)}
         ledgers = [_Ledger(request, reader) for request, reader in made]
         while not decoder.finished:
@@ -294,7 +305,7 @@ class LLM:
     def stream(self, prompt: Prompt, **kwargs: Any) -> Iterator[Piece]:
         """The answer piece by piece, one per cycle; closing the iterator early leaves everything reusable."""
         request, reader = self.request(prompt, **kwargs)
-        decoder = Decoder(self.target, self.drafter)
+        decoder = Decoder(self.target, self.drafter, policy=self.policy)
         yield from _stream(decoder, request, reader)
 
     def chat(self, system: str | None = None, **defaults: Any) -> Chat:
@@ -308,7 +319,7 @@ class Chat:
     def __init__(self, llm: LLM, system: str | None, defaults: Mapping[str, Any]) -> None:
         self.llm, self.defaults = llm, dict(defaults)
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._decoder = Decoder(llm.target, llm.drafter, rows=1, reuse=True)
+        self._decoder = Decoder(llm.target, llm.drafter, rows=1, reuse=True, policy=llm.policy)
 
     def send(self, text: str, **kwargs: Any) -> Result:
         """Say something; the answer joins the conversation."""
@@ -401,6 +412,7 @@ class _Ledger:
     finish: str | None = None
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
         self.ended, self.finish = step.at, step.finish
@@ -409,13 +421,14 @@ class _Ledger:
             self.began, self.prefill = step.at - step.seconds, step.seconds
         else:
             self.accepted.append(step.accepted)
+            self.decided.append(step.decided)
 
     def result(self) -> Result:
         """What stands so far; a request that was cut off from outside counts as ended by length."""
         self.reader.take(final=True)
         slow = tuple(type(p).__name__ for p in self.request.processors)
         emitted = max(0, len(self.tokens) - 1)
-        stats = Stats(len(self.accepted), tuple(self.accepted), self.ended - self.began, self.prefill, slow, emitted)
+        stats = Stats(len(self.accepted), tuple(self.accepted), self.ended - self.began, self.prefill, slow, emitted, Counter(self.decided))
         return Result(self.reader.text(), tuple(self.tokens), self.finish or "length", stats)
 
 

@@ -98,6 +98,7 @@ class Draft:
     q_BNV: Tensor | None = None  # float32; the processed law AT node n from which its candidate children were drawn without
     # replacement, in node order; None: children were chosen, not drawn
     block: bool = False  # with q: the tree is one chain, to be verified as a whole
+    value_BN: Tensor | None = None  # float32; log of how probable the whole path to the node is held to be; only of grown trees
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
             for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
                 assert torch.equal(getattr(one.tree, field), getattr(other.tree, field)), field
             torch.testing.assert_close(one.score_BN, other.score_BN, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.value_BN, other.value_BN, rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_suit_is_left_to_the_model() -> None:

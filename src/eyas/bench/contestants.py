@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
 from eyas.bench.record import Answer, Cycle, Memory, answer_from
-from eyas.decode import Decoder, Request, Step, Verify, Watch
+from eyas.decode import Decoder, Policy, Request, Step, Verify, Watch
 from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
 from eyas.errors import ModelError
@@ -68,8 +68,11 @@ class Contestant(ABC):
 class Drafting(Contestant):
     """A method of eyas."""
 
-    def __init__(self, name: str, drafter: Drafter, head: str | None = None, verify: Verify = verify) -> None:
-        self.name, self.drafter, self.head, self.verify = name, drafter, head, verify
+    def __init__(
+        self, name: str, drafter: Drafter, head: str | None = None, verify: Verify = verify, policy: Policy | None = None
+    ) -> None:  # fmt: skip
+        """policy: keeps what it learns from question to question."""
+        self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
@@ -80,7 +83,7 @@ class Drafting(Contestant):
     def _timed(self, request: Request, watch: Watch | None) -> Iterator[tuple[Step, float]]:
         """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
         since = time.perf_counter()
-        decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch)
+        decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy)
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
@@ -91,7 +94,8 @@ class Drafting(Contestant):
     def describe(self) -> dict[str, Any]:
         parts = _parts(self.drafter)
         nets = [part.net for part in parts if part.net is not None]
-        about: dict[str, Any] = {"tree": self.drafter.describe(), "options": [options_of(part.options) for part in parts]}
+        policy = "fixed" if self.policy is None else "auto"
+        about: dict[str, Any] = {"tree": self.drafter.describe(), "policy": policy, "options": [options_of(part.options) for part in parts]}
         if nets:
             about["parameters"] = sum(p.numel() for net in nets for p in net.parameters())
             about["weights"] = f"{_checksum(nets):08x}"

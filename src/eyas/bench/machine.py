@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from eyas import __version__
+from eyas.hardware import cpu_name, says, versions
 
-__all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "cpu", "cpu_name", "gpus", "snapshot", "used", "versions"]
+__all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "gpus", "snapshot", "used"]
 
 CLONE = Path(__file__).parents[3]  # where .git is, if eyas runs from a clone
 MUCH = 0.1  # share of the cores that others may use without a word
@@ -102,20 +100,6 @@ def card(before: Snapshot | None = None, *, dtype: str | None = None, device: st
     }
 
 
-def cpu() -> dict[str, str]:
-    """What Linux tells about the first processor, "model name" and "flags" among it; nothing elsewhere."""
-    told, found = Path("/proc/cpuinfo"), dict[str, str]()
-    for line in told.read_text(errors="replace").splitlines() if told.is_file() else ():
-        name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
-
-
-def cpu_name() -> str:
-    """What the maker calls it; the architecture where nobody tells."""
-    return cpu().get("model name") or _says("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
-
-
 def cores() -> list[int]:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -126,7 +110,7 @@ def cores() -> list[int]:
 def gpus() -> list[dict[str, Any]]:
     """The GPUs that torch sees: name, memory_bytes and driver."""
     if torch.cuda.is_available():
-        driver = (_says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
+        driver = (says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [{"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None} for p in properties]
     if torch.backends.mps.is_available():
@@ -134,33 +118,13 @@ def gpus() -> list[dict[str, Any]]:
     return []
 
 
-def versions() -> dict[str, str]:
-    """Of eyas and of what a speed depends on."""
-    found = {"eyas": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
 def commit(clone: Path = CLONE) -> str | None:
     """The commit of the clone that eyas runs from, with a + when tracked files were changed since; None when it is no clone."""
     if not (clone / ".git").exists():
         return None
-    at = _says("git", "-C", str(clone), "rev-parse", "HEAD")
-    changed = _says("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
+    at = says("git", "-C", str(clone), "rev-parse", "HEAD")
+    changed = says("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
     return f"{at}{'+' if changed else ''}" if at else None
-
-
-def _says(*command: str) -> str | None:
-    """What a program prints; None when it is not there, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _all_seconds() -> float | None:

@@ -27,11 +27,12 @@ import torch
 from filelock import FileLock, Timeout
 
 from eyas.bench.contestants import Contestant, Question
-from eyas.bench.machine import cpu_name, gpus, snapshot, used, versions
+from eyas.bench.machine import gpus, snapshot, used
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.decode import Request
 from eyas.errors import FitError, InputError
+from eyas.hardware import cpu_name, versions
 from eyas.llm import LLM
 from eyas.sampling import Noise, process
 from eyas.train.state import prepare, write_text

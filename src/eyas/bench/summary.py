@@ -16,6 +16,7 @@ from eyas.bench.probe import probe
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import Bench, OnPrompt
 from eyas.train.state import write_text
+from eyas.tune.cost import verify_cost
 
 __all__ = ["summarise", "write"]
 
@@ -47,7 +48,7 @@ def summarise(
     title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {RUNS_BY[settings['runs_by']]}"
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
-        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": cost.verify_cost(target),
+        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": verify_cost(target),
         "bandwidth": None if bandwidth is None else round(bandwidth), "bytes_per_step": weights,
         "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
         "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,

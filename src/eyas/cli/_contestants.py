@@ -1,10 +1,13 @@
 """Who takes part in a bench: from `--methods`, `--draft`, `--heads` and the methods' own flags to contestants.
 
-A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in and head=NAME|PATH takes a
-head of --heads by its name, or another one. `all` takes every method
-of the folder that can run here and says of the others what they lack; a method that is named must be able to run. Plain decoding and
-transformers' generate are always among them; what transformers refuses to do with this target is said. With the embedded model trees are
-its small ones, unless a flag or the part itself says something about their shape.
+A part of --methods is NAME or NAME:option=value:..., where draft_with=NAME merges another method's proposals in, head=NAME|PATH takes a
+head of --heads by its name, or another one, and head=random one that knows nothing. `all` takes every method of the folder that can run
+here and says of the others what they lack; a method that is named must be able to run. Plain decoding and transformers' generate are
+always among them; what transformers refuses to do with this target is said.
+
+tree=auto lets a policy say how large a tree is drafted in each cycle, or that none is (eyas.tune); tree=fixed takes it as it is. Where
+nothing is said of trees, those that grow are auto, and the others fixed: a bench compares methods, and a method that plain decoding stands
+in for would not be seen. Simulated acceptance says nothing about trees: fixed. With the embedded model static trees are its small one.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["HEADS", "contestants"]
 
 HEADS = Path("out/heads")  # where `make bench-heads` puts them
-VANILLA = "vanilla"
+VANILLA, RANDOM = "vanilla", "random"
+OF_SPECS = ("draft_with", "head", "tree=auto", "tree=fixed")  # that no method has
 
 
 def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[Contestant], dict[str, str]]:
@@ -37,6 +41,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
     from eyas import drafters
     from eyas.bench.contestants import Drafting
     from eyas.bench.simulate import parse_rates, simulated
+    from eyas.tune import auto
     from eyas.verify import verify
 
     specs = [part.strip() for part in given["methods"].split(",") if part.strip()]
@@ -53,13 +58,13 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
             continue
         try:
             with quiet(given["verbose"]):
-                drafter, head = _drafter(llm, spec, heads, options, random=rates is not None)
+                drafter, head, mode = _drafter(llm, spec, heads, options, random=rates is not None)
         except EyasError as error:
             if not every:
                 raise
             skipped[spec] = str(error)
         else:
-            found[spec] = Drafting(spec, drafter, head, judge)
+            found[spec] = Drafting(spec, drafter, head, judge, auto(drafter) if mode == "auto" else None)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
     return [found.pop(VANILLA), *theirs, *found.values()], skipped
 
@@ -109,25 +114,29 @@ def _heads(llm: LLM, given: Mapping[str, Any]) -> dict[str, str]:
 
 def _drafter(
     llm: LLM, spec: str, heads: Mapping[str, str], common: Mapping[str, Any], random: bool
-) -> tuple[Drafter, str | None]:  # fmt: skip
-    """A method with its head and options; `random`: with random weights where it has no head."""
+) -> tuple[Drafter, str | None, str]:  # fmt: skip
+    """A method with its head and options, and whether trees are auto or fixed; `random`: with random weights where it has no head."""
     from eyas import drafters, tiny
     from eyas.drafters._base import flags, options_from
+    from eyas.tune import mode_of
 
     name, options, beside, head = _parsed(spec)
+    said, options = options.get("tree"), {k: v for k, v in options.items() if k != "tree"}
     kind = drafters.find(name)
     known = flags(kind.Options)
     asked = {**{k: v for k, v in common.items() if k in known}, **options}
     chosen = options_from(kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked)
-    head = heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
-    if head is None and kind.needs_weights and not random:
+    useless = head == RANDOM and RANDOM not in heads
+    head = None if useless else heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
+    if head is None and kind.needs_weights and not (random or useless):
         raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")
-    drafter = kind.random(llm.target, chosen) if head is None and random else kind.from_source(head, llm.target, chosen)
+    drafter = kind.random(llm.target, chosen) if head is None and (random or useless) else kind.from_source(head, llm.target, chosen)
     if beside is not None:
         from eyas.drafters._merge import Merged
 
         drafter = Merged(drafter, _drafter(llm, beside, heads, common, random)[0])
-    return drafter, head
+    mode = said or (mode_of(asked)[0] if drafter.largest is not None and not random else "fixed")
+    return drafter, RANDOM if useless else head, mode
 
 
 def _how_to_get(llm: LLM, reads: str) -> str:
@@ -140,6 +149,7 @@ def _how_to_get(llm: LLM, reads: str) -> str:
 def _parsed(spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
     """NAME:option=value:... -> (name, options, the method that is merged in, the head that is named)."""
     from eyas import drafters
+    from eyas.tune import MODES
 
     name, *parts = spec.split(":")
     kind = drafters.find(name)
@@ -153,8 +163,10 @@ def _parsed(spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
             beside = value
         elif key == "head" and equals and kind.reads:
             head = value
+        elif key == "tree" and value in MODES:
+            options[key] = value
         elif key not in known or not equals:
-            raise OptionError(f"--methods {spec}: unknown option {key!r}; {near(key, [*known, 'draft_with', 'head'])}")
+            raise OptionError(f"--methods {spec}: unknown option {key!r}; {near(key, [*known, *OF_SPECS])}")
         else:
             options[key] = _value(known[key], value, spec)
     return name, options, beside, head

@@ -53,7 +53,8 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
         from eyas.llm import load as load_llm
 
         names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels")
-        return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **options)
+        asked = {**options, "tree": given["tree"]} if given.get("tree") else options
+        return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
 
 
 def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:
@@ -96,6 +97,8 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "target": llm.target.name,
         "draft": EMBEDDED if llm.draft_name in {str(head) for head in tiny.HEADS.values()} else llm.draft_name,
         "tree": llm.drafter.describe(),
+        "policy": "fixed" if llm.policy is None else "auto",
+        "decisions": dict(stats.decisions),
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,
@@ -104,6 +107,6 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    from eyas.bench.machine import versions as found
+    from eyas.hardware import versions as found
 
     return found()

@@ -28,6 +28,7 @@ __all__ = [
     "SAMPLING",
     "SAMPLING_LAW",
     "TRAINING",
+    "TREE",
     "VERBOSE",
     "Command",
     "Flag",
@@ -71,6 +72,11 @@ def option(panel: str, *names: str, **settings: Any) -> Decorator:
 
 VERBOSE = option("Machine", "--verbose", is_flag=True, help="Show what the libraries below say while they load.")
 
+TREE = option(
+    "Method", "--tree", type=click.Choice(["auto", "fixed"]), metavar="auto|fixed",
+    help="auto: drafts as large as pays on this machine, or none; fixed: as the options below say. Default: auto, unless one is given.",
+)  # fmt: skip
+
 MODEL_BASE = stack(
     option("Model", "--target", metavar="PATH|HUB", help="The model: a folder or a hub id. Default: the embedded model."),
     option("Model", "--tokenizer", metavar="PATH|HUB", help="Where it is not in the target's folder."),
@@ -96,6 +102,7 @@ MODEL = stack(
         "Model", "--method", metavar="NAME", help="How to draft: `eyas methods`. Default: the best for this head; without a head suffix."
     ),
     option("Model", "--draft-with", metavar="NAME", help="A second method, without a head; both draft in every cycle: suffix, ..."),
+    TREE,
 )
 
 LAW_BASE = stack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ class Tally:
         self.finish_reason: str | None = None
         self.seconds = 0.0
         self.prefill_seconds = 0.0  # known only of answers that `of` decodes: a stream does not say it
+        self.decided: list[str] = []  # likewise
 
     @classmethod
     def of(cls, llm: LLM, prompt: str | Sequence[int], **keywords: Any) -> Tally:
@@ -37,12 +38,14 @@ class Tally:
         from eyas.llm import Piece
 
         request, reader = llm.request(prompt, **keywords)
-        decoder = Decoder(llm.target, llm.drafter)
+        decoder = Decoder(llm.target, llm.drafter, policy=llm.policy)
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
                 if step.prefill:
                     self.prefill_seconds = step.seconds
+                else:
+                    self.decided.append(step.decided)
                 yield Piece(reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
 
     def __iter__(self) -> Tally:
@@ -66,7 +69,9 @@ class Tally:
         from eyas.llm import Result, Stats
 
         emitted = max(0, len(self.token_ids) - 1)
-        stats = Stats(len(self.accepted), tuple(self.accepted), self.seconds, self.prefill_seconds, tokens=emitted)
+        stats = Stats(
+            len(self.accepted), tuple(self.accepted), self.seconds, self.prefill_seconds, tokens=emitted, decisions=Counter(self.decided)
+        )
         return Result("".join(self.text), tuple(self.token_ids), self.finish_reason or otherwise, stats)
 
 

@@ -17,7 +17,7 @@ import rich_click as click
 from eyas.cli._errors import Interrupted
 from eyas.cli._files import told
 from eyas.cli._load import load, quiet
-from eyas.cli._options import VERBOSE, MethodCommand, examples, method_options, option, stack
+from eyas.cli._options import TREE, VERBOSE, MethodCommand, examples, method_options, option, stack
 from eyas.cli._show import Painter, Tally
 from eyas.errors import FitError, InputError
 
@@ -61,6 +61,7 @@ EXAMPLES = examples(
     option("Prompt", "--prompts", metavar="FILE", help="Prompts of yours, one a line."),
     option("Prompt", "--max-new-tokens", type=click.IntRange(min=2), default=64, metavar="N", help="For each prompt."),
     option("Method", "--method", metavar="NAME", help="Which method to show: see `eyas methods`."),
+    TREE,
     option("Machine", "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; default: as torch chooses."),
     VERBOSE,
 )
@@ -100,14 +101,16 @@ def _prompts(path: str | None) -> Sequence[_Prompt]:
 
 
 def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
-    """The embedded model with the method; a method that grows its tree gets a small one unless the user chose."""
+    """The embedded model with the method; one with a static tree gets a small one unless the user chose."""
     from eyas import drafters, tiny
     from eyas.drafters._base import flags
+    from eyas.tune import mode_of
 
     name = given["method"] or tiny.BEST
+    mode, options = mode_of(options)
     options = tiny.with_small_tree(options, flags(drafters.find(name).Options))
     embedded = dict.fromkeys(("target", "draft", "tokenizer")) | {"dtype": "auto", "device": "auto", "trust_remote_code": False}
-    return load({**embedded, "method": name, "verbose": given["verbose"]}, options)
+    return load({**embedded, "method": name, "verbose": given["verbose"], "tree": given["tree"] or mode}, options)
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,12 @@ def _print(machine: dict[str, Any], findings: list[Finding], broken: list[str]) 
 def _cpu() -> dict[str, Any]:
     import torch
 
+    from eyas import hardware
     from eyas.bench import machine
 
-    has = set(machine.cpu().get("flags", "").split())
+    has = set(hardware.cpu().get("flags", "").split())
     return {
-        "name": machine.cpu_name(),
+        "name": hardware.cpu_name(),
         "usable_cores": len(machine.cores()),
         "threads": torch.get_num_threads(),
         "flags": [name for flag, name in CPU_FLAGS.items() if flag in has],
@@ -179,7 +180,7 @@ def _self_test() -> list[Finding]:
 
     try:
         with quiet():
-            best = load()
+            best = load(tree="fixed")
     except EyasError as error:
         return [Finding("self-test", False, str(error))]
     exact = best.target.head_is_exact

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,28 @@ from eyas.tree import Draft, Seen, Verdict
 if TYPE_CHECKING:
     from eyas.target import Target
 
-__all__ = ["Batch", "DraftSession", "Drafter", "Loss", "NoOptions", "Roots", "options_from"]
+__all__ = ["Batch", "Decision", "DraftSession", "Drafter", "Loss", "NoOptions", "Roots", "Shape", "options_from"]
+
+
+class Shape(NamedTuple):
+    """The size of a tree that is grown."""
+
+    nodes: int  # verified per cycle, the root included
+    depth: int  # most draft tokens on a path
+    branch: int  # nodes expanded per level, and children of each
+
+    def within(self, limit: Shape) -> Shape:
+        """No larger than `limit` in anything."""
+        return Shape(*map(min, self, limit))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy wants of a cycle. It is made before anything of the cycle is drafted, so it knows the past only."""
+
+    shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
+    plain: frozenset[int] = frozenset()  # rows that go without a draft
+    why: str = ""  # for people
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,8 @@ class Roots:
     noise: Noise
     longest: int  # the largest position, known to the host
     history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
+    busy: tuple[int, ...] = ()  # the active rows, known to the host; filled by the Decoder
+    decision: Decision = field(default_factory=Decision)  # of the policy, for this cycle
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,10 @@ class DraftSession(ABC):
         """The row starts after the `kept` tokens that `keep` said it still knows (0: empty); its prompt will have `total` tokens."""
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token."""
+        """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token.
+
+        Also what was decoded without drafts: the chunk then begins with the root that the last `commit` led to.
+        """
 
     @abstractmethod
     def draft(self, roots: Roots) -> Draft:
@@ -122,6 +148,16 @@ class Drafter(ABC):
     @property
     def studies(self) -> tuple[int, ...]:
         return self.wants
+
+    @property
+    def largest(self) -> Shape | None:
+        """The largest tree that `Roots.decision` may ask for; None: the method's trees are as they are."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether sampled rows' children are drawn (`Draft.q_BNV`): then what a seed gives depends on the trees."""
+        return False
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

@@ -204,10 +204,11 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """Remember the chunk's pairs; its last feature waits for the next chunk's first token, or the root."""
-        first, ids_T, features = position, tokens_T[1:], features_TF[:-1]
-        if self.pending_B[row]:
-            first, ids_T, features = position - 1, tokens_T, torch.cat([self.pending_BPF[row, :1], features])
+        """Remember the pending pairs and the chunk's; its last feature waits for the next chunk's first token, or the root."""
+        late, first, ids_T, features = int(self.pending_B[row]), position, tokens_T[1:], features_TF[:-1]
+        if late:
+            first, ids_T = position - late, torch.cat([self.pending_next_BP[row, : late - 1], tokens_T])
+            features = torch.cat([self.pending_BPF[row, :late], features])
         for begin, end in self._segments(row, first, first + len(ids_T)):
             part, T, length_1 = slice(begin - first, end - first), end - begin, self.length_B[row : row + 1]
             slot_1T = length_1[:, None] + torch.arange(T, device=ids_T.device)

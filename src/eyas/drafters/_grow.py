@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Roots
+from eyas.drafters._base import Roots, Shape
 from eyas.errors import OptionError, near
 from eyas.sampling import Noise, law, process
 from eyas.tree import Choices, Draft, Tree
@@ -63,6 +63,10 @@ class DynamicTree:
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
         if not isinstance(self.stop, int | float) or isinstance(self.stop, bool) or not 0 <= self.stop < 1:
             raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.nodes, self.depth, self.branch)
 
     @property
     def log_stop(self) -> float:
@@ -120,7 +124,10 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
 
     A node's value is the product of the chances along its path. At every level the `branch` best new nodes are expanded into `branch`
     children each; at the end the `nodes - 1` best of all are kept. Ties: by value, then shallower, then in order of drafting.
+    A policy's decision may make the tree smaller.
     """
+    if roots.decision.shape is not None:
+        shape = replace(shape, **roots.decision.shape.within(shape.shape)._asdict())
     if growth.at_once is not None and (draft := growth.at_once(shape)) is not None:
         return draft
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
@@ -195,8 +202,9 @@ def _kept(roots: Roots, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: 
     tree = Tree.build(
         with_root(torch.full_like(roots.tokens_B, -1), parent_BM), depth, with_root(torch.ones_like(roots.active_B), candidate_BM)
     )
-    score_BN = with_root(torch.zeros_like(own_BX[:, 0]), own_BX.gather(1, keep_BM))
-    return Draft(tree, with_root(roots.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN)
+    zero_B = torch.zeros_like(own_BX[:, 0])
+    score_BN, value_BN = (with_root(zero_B, x_BX.gather(1, keep_BM)) for x_BX in (own_BX, value_BX))
+    return Draft(tree, with_root(roots.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
 
 
 @dataclass(frozen=True)

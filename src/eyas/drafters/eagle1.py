@@ -165,6 +165,10 @@ class Method(EagleMethod):
     def longest_path(self) -> int:
         return 1 + max(len(path) for path in self.choices)
 
+    @property
+    def draws(self) -> bool:
+        return bool(self.options.tree.noise == "drawn")
+
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Strictly: hidden size and vocabulary must be the target's, every tensor must be there and nothing else."""

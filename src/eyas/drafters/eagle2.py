@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eyas.drafters import eagle1
-from eyas.drafters._base import Roots
+from eyas.drafters._base import Roots, Shape
 from eyas.drafters._eagle import EagleMethod
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.tree import Draft
@@ -37,6 +37,15 @@ class Method(eagle1.Method):
     @property
     def longest_path(self) -> int:
         return 1 + int(self.options.tree.depth)
+
+    @property
+    def largest(self) -> Shape | None:
+        tree: DynamicTree = self.options.tree
+        return tree.shape
+
+    @property
+    def draws(self) -> bool:
+        return False
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         return grow_dynamic(growth, roots, self.options.tree)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Loss, Roots
+from eyas.drafters._base import Batch, Loss, Roots, Shape
 from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
@@ -115,6 +115,11 @@ class Method(EagleMethod):
     @property
     def longest_path(self) -> int:
         return 1 + int(self.options.tree.depth)
+
+    @property
+    def largest(self) -> Shape | None:
+        tree: DynamicTree = self.options.tree
+        return tree.shape
 
     # --- where heads come from
 

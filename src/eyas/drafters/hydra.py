@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, DraftSession, Loss, Roots
+from eyas.drafters._base import Batch, DraftSession, Loss, Roots, Shape
 from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._heads import FeatureSession, Objective, RankTree, best_children, check_head, check_objective, heads_loss, lm_head_like
@@ -174,6 +174,10 @@ class Method(EagleMethod):
     @property
     def longest_path(self) -> int:
         return 1 + (self.tree.depth if self.tree else self.heads)
+
+    @property
+    def largest(self) -> Shape | None:
+        return None if self.dynamic is None else self.dynamic.shape
 
     # --- where heads come from
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots
+from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots, Shape
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._heads import FeatureSession, Objective, RankTree, best_children, check_head, check_objective, heads_loss, lm_head_like
 from eyas.drafters.eagle1 import StaticTree
@@ -165,6 +165,10 @@ class Method(Drafter):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.net.parameters()).dtype
+
+    @property
+    def largest(self) -> Shape | None:
+        return None if self.dynamic is None else self.dynamic.shape
 
     # --- where heads come from
 

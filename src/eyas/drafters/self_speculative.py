@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from eyas.drafters import small_model
 from eyas.drafters._base import Drafter
 from eyas.drafters._skip import Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
-from eyas.files import replaced
+from eyas.files import replaced, user_cache
 from eyas.target import Target
 
 __all__ = ["Method", "Options", "remembered_search"]
@@ -88,7 +87,7 @@ class Method(small_model.Method):
 def remembered_search(target: Target) -> Found:
     """What `search` finds on the target's own text; done once for a target and kept in the user's cache folder."""
     key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
-    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eyas" / f"skip-{key}.json"
+    path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
         return Found(**json.loads(path.read_text(encoding="utf-8")))
     found = search(target, own_text(target))

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from eyas import checkpoints, families, tiny
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots
+from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots, Shape
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
@@ -151,6 +151,14 @@ class Method(Drafter):
     def depth(self) -> int:
         """Most draft tokens on a path."""
         return self.dynamic.depth if self.dynamic else max(len(path) for path in self.choices)
+
+    @property
+    def largest(self) -> Shape | None:
+        return None if self.dynamic is None else self.dynamic.shape
+
+    @property
+    def draws(self) -> bool:
+        return self.dynamic is None and bool(self.options.tree.noise == "drawn")
 
     @classmethod
     def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
@@ -277,7 +285,8 @@ class LanguageModelSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        self.model.prefill(row, self._readable(tokens_T).tolist())
+        late_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # committed, not read; the root begins the chunk
+        self.model.prefill(row, self._readable(torch.cat([late_T, tokens_T])).tolist())
         self.pending_B[row] = 1  # the root
 
     def end(self, row: int) -> None:

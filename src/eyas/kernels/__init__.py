@@ -328,7 +328,7 @@ class _Plan(ctypes.Structure):
 
 
 class _Grown(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "candidates", "mask"))
+    _fields_ = tuple((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "values", "candidates", "mask"))
 
 
 @dataclass(frozen=True)
@@ -376,12 +376,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree: int64 [B, N] tokens, parents and depths, float32 log q, bool candidates [B, N] and mask [B, N, N]."""
+    """A tree: int64 [B, N] tokens, parents and depths; float32 log q and values of whole paths; bool candidates [B, N], mask [B, N, N]."""
 
     tokens_BN: Tensor
     parents_BN: Tensor
     depth_BN: Tensor
     score_BN: Tensor
+    value_BN: Tensor
     candidate_BN: Tensor
     mask_BNN: Tensor
 
@@ -403,13 +404,23 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
     drafted = K + (plan.depth - 1) * K * K
     N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
     tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
-    grown = Grown(tokens, parents, depth, torch.empty(B, N), torch.empty(B, N, dtype=torch.bool), torch.empty(B, N, N, dtype=torch.bool))
+    grown = Grown(
+        tokens,
+        parents,
+        depth,
+        torch.empty(B, N),
+        torch.empty(B, N),
+        torch.empty(B, N, dtype=torch.bool),
+        torch.empty(B, N, N, dtype=torch.bool),
+    )
     record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
     rule = _Plan(
         plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
         _at(plan.noise_BLv), _at(plan.temperature_B),
     )  # fmt: skip
-    out = _Grown(*map(_at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.candidate_BN, grown.mask_BNN)))
+    out = _Grown(
+        *map(_at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.value_BN, grown.candidate_BN, grown.mask_BNN))
+    )
     library().eyas_grow(
         byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
         *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.next_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),

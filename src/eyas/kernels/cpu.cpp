@@ -445,7 +445,7 @@ struct Plan {
 
 struct Grown {  // [B, N] each, N nodes with the root; mask [B, N, N]
     int64_t *tokens, *parents, *depths;
-    float* scores;
+    float *scores, *values;
     uint8_t *candidates, *mask;
 };
 
@@ -540,6 +540,7 @@ static void keep(const std::vector<Node>& drafted, const std::vector<int64_t>& k
         out.parents[at] = parent;
         out.depths[at] = node ? out.depths[row * N + parent] + 1 : 0;
         out.scores[at] = node ? node->own : 0;
+        out.values[at] = node ? node->value : 0;
         out.candidates[at] = !node || (node->value > -INFINITY && out.candidates[row * N + parent]);
     }
 }

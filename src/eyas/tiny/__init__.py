@@ -22,8 +22,8 @@ __all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "mod
 FOLDER = Path(__file__).parent / "weights"
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
 BEST = "eagle2"  # the method that drafts best on it: runs/acceptance.py
-# The fastest of runs/speed.py: on a CPU in float32 every verified node costs time.
-SMALL_TREE = {"tree.nodes": 5, "tree.depth": 3, "tree.branch": 2, "tree.choices": "chain-3"}
+# The fastest static one of runs/speed.py: on a CPU in float32 every verified node costs time. What grows is as large as pays (eyas.tune).
+SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
 SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
 
@@ -92,10 +92,10 @@ def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
 
 
 def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked of a method, with the small tree where nothing was said of its tree.
+    """What was asked of a method with a static tree, with the small one where nothing was said of it.
 
-    usual: the method's options and their defaults; None = of another tree than its usual one, which the small tree leaves alone.
+    usual: the method's options and their defaults.
     """
-    if asked.keys() & {*SMALL_TREE, "depth", "dynamic.nodes"}:
+    if asked.keys() & {*SMALL_TREE, "tree.nodes", "tree.depth", "tree.branch", "depth", "dynamic.nodes"}:
         return dict(asked)
-    return {**{name: value for name, value in SMALL_TREE.items() if usual.get(name) is not None}, **asked}
+    return {**{name: value for name, value in SMALL_TREE.items() if name in usual}, **asked}

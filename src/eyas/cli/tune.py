@@ -1,0 +1,104 @@
+"""`eyas tune`: what passes and drafts cost on this machine, and the tree that follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from eyas.cli._errors import note
+from eyas.cli._load import load
+from eyas.cli._options import MODEL_BASE, MethodCommand, examples, method_options, option, stack
+from eyas.errors import OptionError
+
+if TYPE_CHECKING:
+    from eyas.llm import LLM
+    from eyas.tune.cost import Costs
+    from eyas.tune.plan import Plan
+
+__all__ = ["command"]
+
+EXAMPLES = examples(
+    ("eyas tune", "the embedded model"),
+    ("eyas tune --target MODEL --draft HEAD", "your model with its head"),
+    ("eyas tune --force", "measure again: the machine was busy, or has changed"),
+    more=(
+        "It is measured by itself where it is needed for the first time, and kept in $XDG_CACHE_HOME/eyas or ~/.cache/eyas.",
+        "What is expected before anything was drafted is a guess; while it decodes, --tree auto goes on with what it sees.",
+    ),
+)
+
+
+@click.command("tune", cls=MethodCommand, epilog=EXAMPLES, panel="What is here")
+@stack(
+    option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
+    option("Model", "--method", metavar="NAME", help="One that grows its trees. Default: the best for this head."),
+    option("Machine", "--force", is_flag=True, help="Measure, also what was measured before."),
+    option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout."),
+    MODEL_BASE,
+)
+@click.pass_context
+def command(ctx: click.RichContext, /, **given: Any) -> None:
+    """Measure what trees cost on this machine, and show the one that pays most."""
+    from eyas.tune.cost import key_of, place_of, remembered
+    from eyas.tune.plan import Acceptance, Plan, sizes
+
+    llm = load({**given, "tree": "auto"}, method_options(ctx))
+    limit = llm.drafter.largest
+    if limit is None:
+        raise OptionError(f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3")
+    costs, known = remembered(llm.drafter, given["force"])
+    guess = Acceptance(limit)
+    plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
+    chosen, place = max(plans, key=lambda plan: plan.rate), str(place_of(key_of(llm.drafter)))
+    if given["as_json"]:
+        tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
+        plain = {"tokens_per_second": 1 / costs.plain()}
+        click.echo(json.dumps({
+            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place, "costs": asdict(costs),
+            "plain": plain, "tree": tree,
+        }))  # fmt: skip
+        return
+    _print(llm, costs, chosen, plans)
+    note(f"{'measured before; --force measures again' if known else 'measured now'}: {place}")
+
+
+def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{llm.target.name}[/] with {llm.method}, {costs.context} tokens of context, milliseconds")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in ("nodes", "pass", "vs 1"):
+        table.add_column(head, justify="right")
+    for nodes, seconds in zip(costs.nodes, costs.verify, strict=True):
+        table.add_row(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / costs.verify[0]:.2f}x")
+    console.print(table)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in ("branch", "first level", "each further"):
+        table.add_column(head, justify="right")
+    for branch, first, deeper in zip(costs.branches, costs.first, costs.deeper, strict=True):
+        table.add_row(str(branch), f"{1e3 * first:.2f}", f"{1e3 * deeper:.2f}")
+    console.print(table)
+    console.print(f"the rest of a cycle {1e3 * costs.rest:.2f}, of a plain one {1e3 * costs.plain_rest:.2f}")
+    plain = 1 / costs.plain()
+    table = Table("tree", title="Expected before anything was drafted", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in ("ms a cycle", "tokens a cycle", "tokens/s", "vs plain"):
+        table.add_column(head, justify="right")
+    table.add_row("plain", f"{1e3 * costs.plain():.2f}", "1.00", f"{plain:.1f}", "1.00x")
+    for plan in sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen}):
+        name, style = "nodes {} depth {} branch {}".format(*plan.shape), "bold green" if plan == chosen else ""
+        cells = (f"{1e3 * plan.seconds:.2f}", f"{1 + plan.accepted:.2f}", f"{plan.rate:.1f}", f"{plan.rate / plain:.2f}x")
+        table.add_row(name, *cells, style=style)
+    console.print(table)
+
+
+def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
+    """The best of the trees that have the most nodes up to so many."""
+    most = max((plan.shape.nodes for plan in plans if plan.shape.nodes <= nodes), default=plans[0].shape.nodes)
+    return max((plan for plan in plans if plan.shape.nodes == most), key=lambda plan: plan.rate)

@@ -1,0 +1,180 @@
+"""Which tree makes most tokens a second: expected yield over expected time, for every size that may be asked for.
+
+    tokens a second  =  (1 + yield(nodes, depth, branch)) / cycle(nodes, depth, branch)
+
+`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted: the sum of the values of the best nodes
+that a smaller tree would have had, a value being what the draft holds the path's probability to be, times how often paths of that depth
+were accepted over how often that was promised (EAGLE-2, figure 6: confidences foretell acceptance; here they are held to it). Nothing is
+known at first: then a made-up tree speaks.
+
+What a tree does not show (more nodes, levels or children than it has) it does not change. This module knows no clock and no method.
+Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value,
+S sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eyas.drafters import Shape
+
+__all__ = ["Acceptance", "Plan", "best", "sizes"]
+
+GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # nodes that are tried
+BRANCHES = (1, 2, 3, 4, 6, 8, 10)
+MEMORY = 48  # trees that an estimate remembers; earlier ones fade
+PRIOR = 3  # trees that the made-up one weighs
+PRIOR_CHANCE, PRIOR_SHARE = 0.6, 0.35  # of it: of a first child; of each further child of what the one before had
+
+Array = np.ndarray[Any, Any]
+
+
+class Plan(NamedTuple):
+    """A size, and what is expected of it."""
+
+    shape: Shape
+    accepted: float  # draft tokens a cycle and row
+    seconds: float  # of a cycle, by the costs
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of one row."""
+        return (1 + self.accepted) / self.seconds
+
+
+@cache
+def sizes(limit: Shape) -> tuple[Shape, ...]:
+    """The trees that are tried: those that can be as deep as they may and have as many nodes as they may, none larger than `limit`."""
+    nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
+    branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
+    found = {
+        Shape(n, d, b)
+        for n in nodes
+        for d in range(1, limit.depth + 1)
+        for b in branches
+        if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
+    }
+    return tuple(sorted(found)) or (Shape(1, 1, 1),)
+
+
+def best(shapes: Sequence[Shape], accepted_S: Array, seconds_S: Array) -> Plan:
+    """The size with the highest rate, of equals the first: what each is expected to yield, and what a cycle with it takes."""
+    place = int(((1 + accepted_S) / seconds_S).argmax())
+    return Plan(shapes[place], float(accepted_S[place]), float(seconds_S[place]))
+
+
+class Acceptance:
+    """What trees of any size yield, learnt from those that were drafted."""
+
+    def __init__(self, limit: Shape) -> None:
+        self.limit, self.shapes = limit, sizes(limit)
+        self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
+        self._place_S = tuple(np.array(x) for x in zip(*map(self._place, self.shapes), strict=True))
+        self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
+        self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised, by the depth of the nodes
+        self._promised_D, self._kept_D = np.ones(limit.depth), np.ones(limit.depth)
+        self._add(*_made_up(limit), limit, PRIOR)
+
+    def _place(self, shape: Shape) -> tuple[int, int, int]:
+        return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
+
+    @property
+    def accepted_S(self) -> Array:
+        """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
+        found = self._mean_ADGE @ self.calibration_D
+        for axis in range(3):
+            found = np.maximum.accumulate(found, axis=axis)
+        here: Array = found[self._place_S]
+        return here
+
+    def __call__(self, shape: Shape) -> float:
+        """Of one of `shapes`."""
+        return float(self.accepted_S[self.shapes.index(shape)])
+
+    def learn(self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int) -> None:
+        """A tree that was drafted and verified.
+
+        Args:
+            parents: of each node; -1 the root, a parent before its children.
+            values: the log of how probable the path to each node was held to be; 0 at the root.
+            shape: as which it was grown.
+            accepted: draft tokens of the accepted path.
+        """
+        promised_D = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
+        deep = slice(0, shape.depth)
+        for counts_D, new_D in ((self._promised_D, promised_D), (self._kept_D, np.arange(1, self.limit.depth + 1) <= accepted)):
+            counts_D[deep] = (1 - 1 / MEMORY) * counts_D[deep] + new_D[deep]
+        self._add(parents, values, shape.within(self.limit), 1)
+
+    @property
+    def calibration_D(self) -> Array:
+        """By depth: how often a path was accepted over how often that was promised."""
+        found: Array = self._kept_D / self._promised_D
+        return found
+
+    def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape, weight: int) -> None:
+        """What the tree says about every size that it holds."""
+        depth_X, value_X = np.array(_depths(parents)), np.exp(np.array(values))
+        order_X = np.lexsort((np.arange(len(parents)), -value_X))  # a parent is no less probable, and comes before its children
+        order_X = order_X[order_X > 0]
+        levels_D = np.arange(1, self.limit.depth + 1)
+        promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_D)
+        level_XD = depth_X[order_X, None] <= levels_D[: shape.depth]
+        sizes_G = np.array([n for n in self.nodes if n <= shape.nodes])
+        for a, branch in enumerate(self.branches):
+            if branch > shape.branch:
+                break
+            has_XD = _drafted_with(parents, values, depth_X, branch)[order_X, None] & level_XD
+            held_XDG = has_XD[..., None] & (has_XD.cumsum(0)[..., None] < sizes_G)
+            cells = (a, slice(0, shape.depth), slice(0, len(sizes_G)))
+            self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + weight, MEMORY)
+            share_DG = weight / self._count_ADG[cells]
+            self._mean_ADGE[cells] += (np.tensordot(held_XDG, promised_XE, (0, 0)) - self._mean_ADGE[cells]) * share_DG[..., None]
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+    return depth
+
+
+def _drafted_with(parents: Sequence[int], values: Sequence[float], depth_X: Array, branch: int) -> Array:
+    """bool [X]: the nodes that growing with this branch would have drafted: `branch` children of the `branch` best nodes of each level."""
+    drafted, children = [True] * len(parents), [0] * len(parents)
+    levels: dict[int, list[int]] = {}
+    for n, depth in enumerate(depth_X.tolist()):
+        levels.setdefault(depth, []).append(n)
+    expanded = {0}
+    for depth in range(1, len(levels)):
+        for n in levels[depth]:  # siblings stand best first
+            drafted[n] = parents[n] in expanded and children[parents[n]] < branch
+            children[parents[n]] += 1
+        expanded = set(sorted((n for n in levels[depth] if drafted[n]), key=lambda n: -values[n])[:branch])
+    return np.array(drafted)
+
+
+def _made_up(limit: Shape) -> tuple[list[int], list[float]]:
+    """The best `limit.nodes` nodes of a tree whose every node has the same chances."""
+    chances = [PRIOR_CHANCE * PRIOR_SHARE**rank for rank in range(limit.branch)]
+    parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
+
+    def wait(parent: int, rank: int) -> None:
+        if depth[parent] < limit.depth and rank < len(chances):
+            waiting.append((values[parent] + math.log(chances[rank]), -parent, rank))
+
+    wait(0, 0)
+    while waiting and len(parents) < limit.nodes:
+        value, minus, rank = max(waiting)
+        waiting.remove((value, minus, rank))
+        parents.append(-minus)
+        values.append(value)
+        depth.append(depth[-minus] + 1)
+        wait(-minus, rank + 1)
+        wait(len(parents) - 1, 0)
+    return parents, values

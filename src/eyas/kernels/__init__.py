@@ -271,7 +271,8 @@ class Layers:
         room = tuple(
             self._space(name, count)
             for name, count in (
-                ("normed", max(M, threads * min(M, FEW)) * size.hidden), ("qkv", M * heads * size.head_dim), ("context", M * size.heads * size.head_dim),
+                ("normed", max(M, threads * min(M, FEW)) * size.hidden), ("qkv", M * heads * size.head_dim),
+                ("context", M * size.heads * size.head_dim),
                 ("inner", M * size.inner), ("scores", threads * PAIRS * most),
             )
         )  # fmt: skip

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from scipy import stats
 from torch import Tensor
 
+from eyas import kernels
 from eyas.drafters import Roots
 from eyas.drafters._grow import Growth, grow_static
 from eyas.sampling import Noise, Sampling, law, process
@@ -33,6 +34,15 @@ from eyas.verify import verify
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 TOLERANCE = 1e-6
 ONE = Sampling(temperature=1.0)
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen trees are followed by kernels where there are some, else by torch's operations: everything here holds for both."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    elif not kernels.available():
+        pytest.skip(f"no kernels here: {kernels.why_not()}")
 
 
 class World:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from eyas import kernels
 from eyas.kernels import Pass
 from eyas.nn import rope
 
@@ -91,6 +92,10 @@ class KVCache(Cache):
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
         """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
         if path_BP.shape[1] == 1:
+            return
+        if self.device.type == "cpu" and self.dtype == torch.float32 and kernels.available():
+            for store in self._stores.values():
+                kernels.commit(store, length_B, path_BP)
             return
         row_B1 = torch.arange(self.rows, device=self.device)[:, None]
         goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=self.device)

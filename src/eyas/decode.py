@@ -169,7 +169,7 @@ class Decoder:
         self.target.commit(verdict, roots.active_B)
         self.drafter.commit(draft, verdict, seen)
         clock.lap("commit")
-        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV).flatten(1).any(1), clock, roots.decision)
+        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV.amax((1, 2))), clock, roots.decision)
         if self.policy is not None:
             self.policy.learn(emitted)
         if self.watch is not None:
@@ -247,7 +247,7 @@ class Decoder:
             if row is not None and row.request.processors:
                 custom = _custom(row.request, _prefixes(row.tokens, draft, b))
             rows.append(process(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
-        return torch.stack(rows)
+        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: _Clock, decision: Decision) -> list[Step]:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eyas import kernels
 from eyas.sampling import Noise
 from eyas.tree import Draft, Tree, Verdict
 
@@ -48,6 +49,9 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -
     if tree.nodes == 1 and draft.q_BNV is None:  # plain decoding
         draw_B1 = _draw(tree, scores_BNV, position_B, noise)
         return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0])
+    if draft.q_BNV is None and draft.tokens_BN.device.type == "cpu" and kernels.available():
+        draw_BN = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
     torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
     draw_BN = _draw(tree, scores_BNV, position_B, noise)
     accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)

@@ -589,6 +589,34 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float ep
     }
 }
 
+// The path that follows what was drawn at the nodes (verify.py says what is accepted): path and tokens [B, P], past its end -1 and 0; its
+// length and the token after it [B]. Returns the number of siblings with one token: there may be none.
+int64_t eyas_follow(const int64_t* tokens, const int64_t* parents, const uint8_t* candidates, const int64_t* draws, int64_t B, int64_t N,
+                    int64_t P, int64_t* path, int64_t* path_tokens, int64_t* length, int64_t* bonus) {
+    int64_t twins = 0;
+    for (int64_t b = 0; b < B; b++, tokens += N, parents += N, candidates += N, draws += N, path += P, path_tokens += P) {
+        int64_t node = 0, count = 0;
+        for (int64_t p = 0; p < P; p++) path[p] = -1, path_tokens[p] = 0;
+        for (int64_t n = 0; n < N; n++) {  // a parent comes before its children
+            if (!n || (candidates[n] && parents[n] == node && tokens[n] == draws[node])) node = n, path[count] = n, path_tokens[count++] = tokens[n];
+            if (n && candidates[n])
+                for (int64_t m = 1; m < n; m++) twins += candidates[m] && parents[m] == parents[n] && tokens[m] == tokens[n];
+        }
+        length[b] = count, bonus[b] = draws[node];
+    }
+    return twins;
+}
+
+// Slots of a cache [E, B, K, slots, h]: the path's nodes go behind the committed ones, root excepted, which stands there already.
+void eyas_commit(float* store, int64_t E, int64_t B, int64_t K, int64_t slots, int64_t h, const int64_t* length, const int64_t* path, int64_t P) {
+    for (int64_t row = 0; row < E * B * K; row++) {
+        const int64_t b = row / K % B;
+        float* first = store + (row * slots + length[b]) * h;
+        for (int64_t p = 1; p < P && path[b * P + p] >= 0; p++)  // a node stands no earlier than its place on the path
+            if (path[b * P + p] != p) std::memcpy(first + p * h, first + path[b * P + p] * h, h * sizeof(float));
+    }
+}
+
 // What was accepted since the last tree is read first: `pending` [B, P, D] with the tokens after them [B, P], of which each row has `counts`
 // [B] >= 1. `given`: lengths before that, and tables of cosines; its queries, nodes, positions and visible nodes are set here, pass by pass,
 // within the room that it comes with (for B x max(P, branch) nodes).

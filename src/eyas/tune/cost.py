@@ -233,7 +233,8 @@ def key_of(drafter: Drafter) -> dict[str, Any]:
     """What costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
-        "format": FORMAT, "target": target.fingerprint(), "model": type(target.model).__name__, "method": name_of(drafter), "options": repr(drafter.options),
+        "format": FORMAT, "target": target.fingerprint(), "model": type(target.model).__name__, "method": name_of(drafter),
+        "options": repr(drafter.options),
         "head": None if drafter.net is None else sum(p.numel() for p in drafter.net.parameters()), "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), "cpu": cpu_name(),
         "threads": torch.get_num_threads(), "run": str(getattr(getattr(target, "run", None), "name", "own")), "versions": versions(),

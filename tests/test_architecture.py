@@ -19,7 +19,8 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 
 # A new room gets its floor here, and its line in the table of CONTRIBUTING.md.
 FLOORS = {
-    **dict.fromkeys(["errors", "files", "hardware"], -1),  # the ground: every room may refuse what it cannot serve, write, and ask where it is
+    # the ground: every room may refuse what it cannot serve, write, ask where it is, and compute
+    **dict.fromkeys(["errors", "files", "hardware", "kernels"], -1),
     **dict.fromkeys(["tree", "sampling", "nn", "losses", "text", "tiny", "datastore"], 0),
     **dict.fromkeys(["verify", "cache", "checkpoints", "families"], 1),
     "target": 2,

@@ -389,7 +389,7 @@ def net_of(world: World, start_B: Tensor) -> Growth:
     def expand(tokens_BQ: Tensor, features_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
         return world.child(features_BQD[..., 0].long(), tokens_BQ)[..., None].double()
 
-    return Growth(start_B[:, None].double(), lambda hidden: world.q_logits_IV[hidden[..., 0].long()], expand)
+    return Growth(lambda: start_B[:, None].double(), lambda hidden: world.q_logits_IV[hidden[..., 0].long()], expand)
 
 
 def roots_of(world: World, start_B: Tensor, root_B: Tensor, noise: Noise, sampling: Sequence[Sampling] | None = None) -> Roots:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from eyas.kernels import Pass
 from eyas.nn import rope
 
 __all__ = ["KVCache", "Layout", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
@@ -97,6 +98,17 @@ class KVCache(Cache):
         for store in self._stores.values():
             store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
 
+    @property
+    def width(self) -> int:
+        """Slots below which the next forward attends."""
+        return self._width
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, [layers x {key, value}, B, H, slots, width], where the layers are alike."""
+        (only,) = self._stores.values()
+        return only
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given; nothing may be derived from a common length
 
@@ -127,6 +139,25 @@ class WindowCache(KVCache):
         plain = (heads, width, width)
         super().__init__((plain,) if window is None else (plain, (heads, width, 0)), rows, dtype, device)  # the second: un-rotated keys
         self.window, self.shape = window, (heads, width)
+        self._length_R, self._visible_RNT = self._slot_RN[:, 0], self._slot_RN[..., None].bool()
+
+    def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
+        """The next nodes attend to the committed slots and to those of the T slots behind them that `visible` names."""
+        self._length_R, self._visible_RNT = length_R, visible_RNT
+
+    @property
+    def mask_R1NW(self) -> Tensor:
+        """bool: what the next nodes attend to."""
+        return slot_mask(self._length_R, self._visible_RNT, self._width)[:, None]
+
+    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
+        """The same for kernels, which store keys and values themselves; None: they do not know windows."""
+        if self.window is not None:
+            return None
+        visible_RNT = self._visible_RNT.contiguous()
+        return Pass(
+            self._length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine, self.tensor, self._span.start
+        )  # fmt: skip
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""

@@ -18,7 +18,7 @@ from typing import Any, cast, overload
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas import checkpoints, drafters, tiny
+from eyas import checkpoints, drafters, fast, tiny
 from eyas.decode import Decoder, Policy, Processor, Request, Step
 from eyas.drafters import Drafter
 from eyas.drafters._base import options_from
@@ -101,6 +101,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    kernels: str = "auto",
     **options: Any,
 ) -> LLM:
     """A target with a drafter, ready to generate.
@@ -112,6 +113,7 @@ def load(
         draft_with: a second method, one that needs no head, whose tree is merged with the first one's in every cycle.
         tokenizer: where it is not the target's own.
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
         options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
             tree="auto": drafts are as large as pays on this machine, or none (`eyas.tune`): the default, unless a tree is described.
             tree="fixed": as the options say, in every cycle.
@@ -138,6 +140,7 @@ def load(
         _check_folder(target)
         words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
         model = Target.load(target, dtype, device, trust_remote_code)
+    model = fast.prepared(model, kernels, own=not isinstance(target, PreTrainedModel))
     drafter = _drafter(model, draft, method, options, draft_with)
     policy = auto(drafter) if mode == "auto" else None
     return LLM(model, drafter, words, str(draft) if isinstance(draft, str | Path) else None, policy)

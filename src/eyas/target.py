@@ -18,8 +18,10 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,11 +33,45 @@ from eyas.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
 from eyas.tree import Seen, Tree, Verdict
 
-__all__ = ["Target", "TargetSession"]
+__all__ = ["OwnForward", "Runner", "Target", "TargetSession", "Work"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 
 OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward: Q new nodes of R rows, in the slots behind the committed ones and T - Q earlier nodes."""
+
+    target: Target
+    tokens_RQ: Tensor  # int64
+    position_RQ: Tensor  # int64
+    length_R: Tensor  # int64; committed slots
+    depth_RT: Tensor  # int64; of all T nodes behind them
+    visible_RQT: Tensor  # bool; which of those each new node sees
+    cache: KVCache  # told already where the nodes go
+    span: slice  # the rows of the cache
+    width: int  # slots that may be in use
+    wants: tuple[int, ...]  # features
+    last_only: bool  # logits of the last node only
+
+
+class Runner(Protocol):
+    """How a forward is run."""
+
+    name: str  # "model": by its own code; "kernels": by ours
+
+    def __call__(self, work: Work) -> Seen: ...
+
+    @property
+    def threads(self) -> int | None:
+        """That it uses; None: torch's number."""
+        ...
+
+    def head(self, target: Target, hidden: Tensor) -> Tensor:
+        """Final-norm features [..., D] -> logits [..., V]."""
+        ...
 
 
 class Target:
@@ -57,6 +93,7 @@ class Target:
         self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # rows: ids that it can read
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
+        self.run: Runner = OwnForward()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
@@ -100,7 +137,11 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
-        return families.head(self.family, hidden)
+        return self.run.head(self, hidden)
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.run.name == "kernels"
 
     @contextmanager
     def tap(self, wants: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
@@ -175,6 +216,12 @@ class Target:
                 hook.remove()
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"
+
+    def run_with(self, runner: Runner) -> Target:
+        """The same target, its forwards run by `runner`."""
+        other = copy(self)
+        other.run = runner
+        return other
 
     def open(self, rows: int, wants: Sequence[int] = ()) -> TargetSession:
         return TargetSession(self, rows, tuple(wants))
@@ -252,32 +299,10 @@ class TargetSession:
         self.cache.at(span, length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         # Nodes past the context can never be emitted; they only need a position that exists.
         position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
-        extra = {"logits_to_keep": 1} if last_only and target._keeps_logits else {}
-        with target.tap(self.wants) as features:
-            logits_RQV = target.model(
-                input_ids=tokens_RQ, attention_mask=self._masks(length_R, depth_RT, visible_RQT, width), position_ids=position_RQ,
-                past_key_values=self.cache, use_cache=True, **extra,
-            ).logits  # fmt: skip
-            features_RQF = features() if self.wants else logits_RQV[..., :0]
-        return Seen(logits_RQV, features_RQF)
-
-    def _masks(self, length_R: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
-        family, allowed_RQW = self.target.family, slot_mask(length_R, visible_RQT, width)
-
-        def additive(allowed: Tensor) -> Tensor:
-            mask = torch.zeros(allowed.shape, dtype=self.target.dtype, device=allowed.device)
-            return mask.masked_fill_(~allowed, torch.finfo(self.target.dtype).min)[:, None]
-
-        def windowed() -> Tensor:
-            assert family.window is not None
-            new_RQ = length_R[:, None] + depth_RT[:, -visible_RQT.shape[1] :]
-            distance_RQW = new_RQ[..., None] - slot_positions(length_R, depth_RT, width)[:, None]
-            return additive(allowed_RQW & (distance_RQW < family.window))
-
-        if not family.mask_kinds:
-            return additive(allowed_RQW) if family.window is None else windowed()
-        return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
+        work = Work(
+            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, width, self.wants, last_only
+        )  # fmt: skip
+        return target.run(work)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
@@ -303,6 +328,47 @@ class TargetSession:
         assert length <= self.lengths[row]
         self.length_B[row] = length
         self.lengths[row] = length
+
+
+class OwnForward:
+    """The model's own forward, with our masks and our cache."""
+
+    name = "model"
+    threads: int | None = None
+
+    def __call__(self, work: Work) -> Seen:
+        target = work.target
+        extra = {"logits_to_keep": 1} if work.last_only and target._keeps_logits else {}
+        with target.tap(work.wants) as features:
+            logits_RQV = target.model(
+                input_ids=work.tokens_RQ, attention_mask=_masks(work), position_ids=work.position_RQ,
+                past_key_values=work.cache, use_cache=True, **extra,
+            ).logits  # fmt: skip
+            features_RQF = features() if work.wants else logits_RQV[..., :0]
+        return Seen(logits_RQV, features_RQF)
+
+    def head(self, target: Target, hidden: Tensor) -> Tensor:
+        return families.head(target.family, hidden)
+
+
+def _masks(work: Work) -> Tensor | dict[str, Tensor]:
+    """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
+    family, length_R, visible_RQT, width = work.target.family, work.length_R, work.visible_RQT, work.width
+    allowed_RQW = slot_mask(length_R, visible_RQT, width)
+
+    def additive(allowed: Tensor) -> Tensor:
+        mask = torch.zeros(allowed.shape, dtype=work.target.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(work.target.dtype).min)[:, None]
+
+    def windowed() -> Tensor:
+        assert family.window is not None
+        new_RQ = length_R[:, None] + work.depth_RT[:, -visible_RQT.shape[1] :]
+        distance_RQW = new_RQ[..., None] - slot_positions(length_R, work.depth_RT, width)[:, None]
+        return additive(allowed_RQW & (distance_RQW < family.window))
+
+    if not family.mask_kinds:
+        return additive(allowed_RQW) if family.window is None else windowed()
+    return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -45,6 +45,9 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -
         noise: the rows' random numbers.
     """
     tree = draft.tree
+    if tree.nodes == 1 and draft.q_BNV is None:  # plain decoding
+        draw_B1 = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0])
     torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
     draw_BN = _draw(tree, scores_BNV, position_B, noise)
     accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)

@@ -47,7 +47,19 @@ except SystemExit as end:
 
 
 def test_the_commands_are_the_files(run: Run) -> None:
-    assert set(cli.names()) == {"bench", "chat", "datastore", "demo", "doctor", "features", "generate", "methods", "regenerate", "train", "tune"}
+    assert set(cli.names()) == {
+        "bench",
+        "chat",
+        "datastore",
+        "demo",
+        "doctor",
+        "features",
+        "generate",
+        "methods",
+        "regenerate",
+        "train",
+        "tune",
+    }
     shown = run("--help")
     assert shown.exit_code == 0
     for name in cli.names():

@@ -17,7 +17,12 @@ REPEATS = 7
 
 
 def bytes_per_step(target: Target) -> int:
-    """Bytes of weights that one pass reads. An embedding table that is not the head's too is read a row at a time; experts count all."""
+    """Bytes of weights that one pass reads: what kernels keep of them, where they run it. Experts count all.
+
+    An embedding table that is not the head's too is read a row at a time.
+    """
+    if (kept := getattr(target.run, "bytes", None)) is not None:
+        return int(kept)
     model = target.model
     embedding: Any = target.family.embedding.weight
     head = getattr(target.family.head, "weight", None)

@@ -52,9 +52,9 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     with quiet(given["verbose"]):
         from eyas.llm import load as load_llm
 
-        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code")
+        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels")
         asked = {**options, "tree": given["tree"]} if given.get("tree") else options
-        return load_llm(**{name: given[name] for name in names}, draft_with=given.get("draft_with"), **asked)
+        return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
 
 
 def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:
@@ -101,6 +101,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "decisions": dict(stats.decisions),
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
+        "runs_by": llm.target.run.name,
         "versions": versions(),
     }
 

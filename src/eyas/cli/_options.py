@@ -85,6 +85,13 @@ MODEL_BASE = stack(
         "Machine", "--dtype", default="auto", metavar="NAME", help="float32, bfloat16, float16; auto: float32 on a CPU, else as stored."
     ),
     option("Machine", "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, ..."),
+    option(
+        "Machine",
+        "--kernels",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="Compiled kernels on a CPU: where they know the model; on: say it where they do not; off: its own forward.",
+    ),
     VERBOSE,
 )
 

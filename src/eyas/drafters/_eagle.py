@@ -14,17 +14,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from eyas.cache import WindowCache, slot_mask
+from eyas.cache import WindowCache
 from eyas.checkpoints import Weights
 from eyas.drafters._base import Drafter, DraftSession, Roots
-from eyas.drafters._grow import Growth
+from eyas.drafters._grow import DynamicTree, Growth
+from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
-from eyas.nn import LayerShape, rope_frequencies
+from eyas.kernels import Pending
+from eyas.nn import LayerShape, quick, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
 
@@ -60,7 +63,7 @@ class EagleNet(Protocol):
         """Keys and values of these pairs into the cache, nothing else."""
         ...
 
-    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: WindowCache) -> Tensor:
+    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
         """The net's output [R, N, D] at these pairs, which are remembered too."""
         ...
 
@@ -102,6 +105,16 @@ class EagleMethod(Drafter):
     @abstractmethod
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         """The tree."""
+
+    @cached_property
+    def decoding(self) -> Any:
+        """The net as decoding runs it: by kernels where the target is run by them."""
+        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.threads)
+
+    @cached_property
+    def grower(self) -> Grower | None:
+        """What grows its dynamic trees all levels at once, where kernels know the net."""
+        return None if self.window() else grower_of(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -151,7 +164,7 @@ class EagleSession(DraftSession):
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
         self.drafter, self.rows, self.window, self.crop = drafter, rows, drafter.window(), drafter.options.window.crop
         target, shape, longest_path = drafter.target, drafter.shape, drafter.longest_path
-        self.net: EagleNet = drafter.net  # type: ignore[assignment]
+        self.net: EagleNet = drafter.decoding
         self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
@@ -236,42 +249,59 @@ class EagleSession(DraftSession):
         """One forward: positions, slots and visible slots are given relative to the rows' lengths."""
         begin_B1 = self.length_B[:, None]
         self.cache.at(slice(0, self.rows), begin_B1 + slot_BN, width)
-        mask_B1NW = slot_mask(self.length_B, visible_BNT, width)[:, None]
-        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, mask_B1NW, self.cache)
+        self.cache.see(self.length_B, visible_BNT)
+        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, self.cache)
 
     def _catch_up(self, roots: Roots) -> Tensor:
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""
         P = self.pending_BPF.shape[1]
         order_P = torch.arange(P, device=roots.tokens_B.device)
-        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        next_BP = self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None])
+        next_BP, last_B1 = self._next(roots)
         order_BP, causal_BPP = order_P.expand(self.rows, P), (order_P[:, None] >= order_P).expand(self.rows, P, P)
         fused_BPD = self.net.fuse(self._cast(self.pending_BPF))
         hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._reach(roots) + P)
-        read_B = self.pending_B * roots.active_B
-        self.length_B, self.pairs_B = self.length_B + read_B, self.pairs_B + read_B
-        self.pending_B = torch.zeros_like(self.pending_B)
+        self._have_read(self.pending_B * roots.active_B)
         if self.window:
             self.bound = [min(bound + P, roots.longest) for bound in self.bound]
             self._trim()
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
+
+    def _next(self, roots: Roots) -> tuple[Tensor, Tensor]:
+        """The tokens after the pending features [B, P], the roots after the last of them; and which one that is [B, 1]."""
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        return self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None]), last_B1
+
+    def _have_read(self, count_B: Tensor) -> None:
+        self.length_B, self.pairs_B = self.length_B + count_B, self.pairs_B + count_B
+        self.pending_B = torch.zeros_like(self.pending_B)
+
+    def _at_once(self, roots: Roots, shape: DynamicTree) -> Draft | None:
+        """Read what is pending and grow a dynamic tree in one call, where the kernels know how."""
+        grower, P = self.drafter.grower, self.pending_BPF.shape[1]
+        if grower is None or not grower.suits(roots):
+            return None
+        count_B = self.pending_B * roots.active_B
+        pending = Pending(self.net.fuse(self._cast(self.pending_BPF)).contiguous(), self._next(roots)[0], count_B)
+        draft = grower(pending, roots, shape, self.cache, self.length_B, roots.longest + P + shape.depth * shape.branch)
+        self._have_read(count_B)
+        return draft
 
     def _reach(self, roots: Roots) -> int:
         """At most that many slots are in use in any row."""
         return min(max(self.bound), roots.longest) if self.window else roots.longest
 
     def growth(self, roots: Roots) -> Growth:
-        """Read what is pending; then the levels of the tree can be expanded, in slots behind the committed ones."""
-        hidden_BD = self._catch_up(roots)
-        reach = self._reach(roots)
+        """Reads what is pending, when asked to; then the levels of the tree can be expanded, in slots behind the committed ones."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
             slot_BQ = torch.arange(T - Q, T, device=tokens_BQ.device).expand(B, Q)
             offset_BQ = torch.full_like(tokens_BQ, level)
-            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, reach + T)
+            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._reach(roots) + T)
 
-        return Growth(hidden_BD, self.drafter.head, expand, self.drafter.draft_ids_v)
+        return Growth(
+            lambda: self._catch_up(roots), self.drafter.head, expand, self.drafter.draft_ids_v, lambda shape: self._at_once(roots, shape)
+        )  # fmt: skip
 
     def draft(self, roots: Roots) -> Draft:
         return self.drafter.grow(self.growth(roots), roots)

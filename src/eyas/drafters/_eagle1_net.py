@@ -45,12 +45,10 @@ class Net(nn.Module):
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         self.layer.attention.remember(self.join(hidden_RND, embeddings_RND), position_RN, cache)
 
-    def forward(
-        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache
-    ) -> Tensor:  # fmt: skip
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The next hidden [R, N, D]."""
         x_RND = self.join(hidden_RND, embeddings_RND)
-        feature_RND = self.layer.finish(x_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
+        feature_RND = self.layer.decode(x_RND, x_RND, position_RN, cache)
         return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
 
     def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:

@@ -67,8 +67,8 @@ class Net(nn.Module):
         normed: Tensor = self.layer.hidden_norm(hidden)
         return torch.cat([self.layer.embed_norm(embeddings), normed], dim=-1), normed if self.plan.norm_before_residual else hidden
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = self.layer.finish(residual, attended)
+    def handed_on(self, hidden: Tensor) -> Tensor:
+        """What the next step reads."""
         return self.norm(hidden) if self.plan.carries_normed else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ class Net(nn.Module):
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         self.layer.attention.remember(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
 
-    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache) -> Tensor:
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The next hidden [R, N, D]."""
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
-        return self.finish(residual_RND, self.layer.attention(x_RND, position_RN, mask_R1NW, cache))
+        return self.handed_on(self.layer.decode(x_RND, residual_RND, position_RN, cache))
 
     def rehearse(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
@@ -103,7 +103,7 @@ class Net(nn.Module):
         x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
 
         def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
-            return self.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, asking, first, later[:i]))
+            return self.handed_on(self.layer.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, asking, first, later[:i])))
 
         for i in range(steps):
             if i:

@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,10 +82,15 @@ class DynamicTree:
 class Growth:
     """What growing starts from."""
 
-    hidden_BD: Tensor  # the net's output at the newest committed slot: predicted feature of the root
+    read: Callable[[], Tensor]  # the net reads what was committed; its output [B, D] at the newest slot: predicted feature of the root
     head: Callable[[Tensor], Tensor]  # [..., D] -> logits [..., V]
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, features_BQD, visible_BQT, level) -> hidden_BQD
     draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where the head speaks a smaller one
+    at_once: Callable[[DynamicTree], Draft | None] | None = None  # all levels of a dynamic tree in one call, where there is a way
+
+    @cached_property
+    def hidden_BD(self) -> Tensor:
+        return self.read()
 
     def ids(self, draft: Tensor) -> Tensor:
         """The head's token ids -> the target's."""
@@ -122,6 +128,8 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     """
     if roots.decision.shape is not None:
         shape = replace(shape, **roots.decision.shape.within(shape.shape)._asdict())
+    if growth.at_once is not None and (draft := growth.at_once(shape)) is not None:
+        return draft
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
     hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(roots)
     children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, 0)

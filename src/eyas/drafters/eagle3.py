@@ -227,8 +227,9 @@ class Method(EagleMethod):
     # --- drafting
 
     def head(self, hidden: Tensor) -> Tensor:
-        normed = self.net.normed(hidden)
-        return self.net.head(normed) if self.net.head is not None else self.target.head(normed.to(self.target.dtype))
+        net: Net = self.decoding
+        normed = net.normed(hidden)
+        return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         return grow_dynamic(growth, roots, self.options.tree)

@@ -108,14 +108,11 @@ class Net(nn.Module):
         assert self.prefix is not None
         self.prefix.attention.remember(self.prefix.input_norm(hidden_RND), position_RN, cache)
 
-    def forward(
-        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache
-    ) -> Tensor:  # fmt: skip
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D]."""
         prefix = self.prefix
         assert prefix is not None
-        attended = prefix.attention(prefix.input_norm(hidden_RND), position_RN, mask_R1NW, cache)
-        return prefix.norm(prefix.finish(hidden_RND, attended))  # type: ignore[no-any-return]
+        return prefix.norm(prefix.decode(prefix.input_norm(hidden_RND), hidden_RND, position_RN, cache))  # type: ignore[no-any-return]
 
     def packed(self, features_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
         """While training: what stands in the place of the features of some rows [M, D]."""
@@ -252,7 +249,8 @@ class Method(EagleMethod):
     def head(self, hidden: Tensor) -> Tensor:
         """What a head reads, [..., (k+2) D], which tells the head -> logits [..., V]."""
         k = hidden.shape[-1] // self.target.hidden_size - 2
-        logits: Tensor = self.net.lm_head[k](self.net.mlp[k](hidden))
+        net: Net = self.decoding
+        logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
         return logits
 
     def grow(self, growth: Growth, roots: Roots) -> Draft:
@@ -266,7 +264,7 @@ class Method(EagleMethod):
 
         hidden_BQW = longer(feature_BD[:, None].to(self.dtype), roots.tokens_B[:, None])
         if self.dynamic is not None:
-            growth = Growth(hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: longer(hidden, tokens_BQ))
+            growth = Growth(lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: longer(hidden, tokens_BQ))
             return grow_dynamic(growth, roots, self.dynamic)
         assert self.tree is not None
         tokens, scores = list[Tensor](), list[Tensor]()

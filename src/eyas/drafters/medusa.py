@@ -235,7 +235,7 @@ class Method(Drafter):
             def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
                 return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
-            return grow_dynamic(Growth(logits_BKV[:, 0], lambda logits: logits, expand), roots, self.dynamic)
+            return grow_dynamic(Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), roots, self.dynamic)
         level_K = torch.arange(self.tree.depth, device=feature_BD.device)
         best = best_children(self.logits(feature_BD, self.tree.depth), roots, self.options.tree.noise, level_K, self.tree.width)
         return self.tree.draft(roots, *(x_BKW.flatten(1)[:, self.tree.flat_M] for x_BKW in best))

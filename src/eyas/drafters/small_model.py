@@ -313,7 +313,7 @@ class LanguageModelSession(DraftSession):
             logits_BQV = self._spoken(self.model.extend(self._readable(tokens_BQ), depth_BT, visible_BQT).logits_BNV)
             return logits_BQV if going_BQ is None else logits_BQV.masked_fill(~going_BQ[..., None], -torch.inf)
 
-        return Growth(root_BV, lambda logits: logits, expand)
+        return Growth(lambda: root_BV, lambda logits: logits, expand)
 
     def _catch_up(self, roots: Roots) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""

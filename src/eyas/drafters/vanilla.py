@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from eyas.drafters._base import Drafter, DraftSession, Roots
 from eyas.tree import Draft, Tree
 
@@ -9,15 +11,18 @@ __all__ = ["Method"]
 
 
 class Session(DraftSession):
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.tree = Tree.chain(rows, 1, device)
+
     def keep(self, row: int, length: int) -> int:
         return length
 
     def draft(self, roots: Roots) -> Draft:
-        return Draft(Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device), roots.tokens_B[:, None])
+        return Draft(self.tree, roots.tokens_B[:, None])
 
 
 class Method(Drafter):
     summary = "plain decoding, one token a cycle: what every speed-up is measured against"
 
     def open(self, rows: int) -> DraftSession:
-        return Session()
+        return Session(rows, self.target.device)

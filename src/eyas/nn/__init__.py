@@ -3,10 +3,11 @@
 This room knows no method and no target.
 """
 
-from eyas.nn._layers import Attention, DecoderLayer, DraftCache, Keys, LayerShape, RMSNorm, SwiGLU, rope, rope_frequencies
+from eyas.nn._layers import Attention, DecoderLayer, DraftCache, FusedLayer, Keys, LayerShape, RMSNorm, SwiGLU, rope, rope_frequencies
 from eyas.nn._packed import Asking, Documents, packed_attention
+from eyas.nn._quick import QuickLinear, quick
 
 __all__ = [
-    "Asking", "Attention", "DecoderLayer", "Documents", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "packed_attention", "rope",
-    "rope_frequencies",
+    "Asking", "Attention", "DecoderLayer", "Documents", "DraftCache", "FusedLayer", "Keys", "LayerShape", "QuickLinear", "RMSNorm",
+    "SwiGLU", "packed_attention", "quick", "rope", "rope_frequencies",
 ]  # fmt: skip

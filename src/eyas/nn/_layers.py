@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas import kernels
 from eyas.errors import CheckpointError
+from eyas.kernels import Pass
 from eyas.nn._packed import Asking, packed_attention
 
-__all__ = ["Attention", "DecoderLayer", "DraftCache", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
+__all__ = ["Attention", "DecoderLayer", "DraftCache", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,20 @@ Keys = tuple[Tensor, Tensor]  # keys and values
 class DraftCache(Protocol):
     """Where the keys and values of a draft net stand."""
 
+    @property
+    def mask_R1NW(self) -> Tensor:
+        """bool: which slots the next nodes attend to."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Slots that the next nodes may attend to: the first so many."""
+        ...
+
+    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
+        """The same for kernels, which store keys and values themselves; None where they cannot."""
+        ...
+
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
         """Keep keys, given as they were before rotation, and values; returns all that is visible, rotated, [R, K, W, h] each."""
         ...
@@ -51,11 +68,15 @@ class DraftCache(Protocol):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean in float32 (Zhang and Sennrich 2019)."""
 
+    by_kernels = False
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.by_kernels:
+            return kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -117,12 +138,12 @@ class Attention(nn.Module):
         """Store keys and values in the cache; returns what is visible, [R, K, W, h] each."""
         return cache.store(*self.key_value(x_RND), position_RN, self.frequency(x_RND.device))
 
-    def forward(self, x_RND: Tensor, position_RN: Tensor, mask_R1NW: Tensor, cache: DraftCache) -> Tensor:
-        """Attention of N inputs to the slots of the cache, their own among them, that the mask allows."""
+    def forward(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
+        """Attention of N inputs to the slots of the cache, their own among them, that its mask allows."""
         q_RHNh = self.query(x_RND, position_RN).transpose(1, 2)
         k_RKWh, v_RKWh = self.remember(x_RND, position_RN, cache)
         grouped = self.shape.num_heads != self.shape.num_kv_heads
-        out_RHNh = F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=mask_R1NW, enable_gqa=grouped)
+        out_RHNh = F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=cache.mask_R1NW, enable_gqa=grouped)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def over(self, x_MD: Tensor, position_M: Tensor, asking: Asking, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
@@ -150,6 +171,47 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
+class FusedLayer:
+    """A layer by kernels, with a copy of its weights."""
+
+    def __init__(self, layer: DecoderLayer, storage: kernels.Storage, threads: int | None = None) -> None:
+        attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
+        three = (attention.q, attention.k, attention.v)
+        bias = torch.cat([m.bias for m in three]) if shape.qkv_bias else None
+        pack = partial(kernels.pack, storage=storage)
+        self.shape = kernels.Shape(
+            shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size, shape.rms_eps,
+            shape.head_dim**-0.5,
+        )  # fmt: skip
+        self.layer = kernels.Layers(self.shape, [kernels.Layer(
+            pack(torch.cat([m.weight for m in three]), bias), pack(attention.o.weight),
+            kernels.pack_gated(mlp.gate.weight, mlp.up.weight, storage=storage), pack(mlp.down.weight), None,
+            layer.mlp_norm.weight.detach().clone(),
+        )], threads)  # fmt: skip
+        self.frequency_h = attention.frequency(torch.device("cpu"))
+        self._cosine = self._sine = torch.empty(0, shape.head_dim)
+
+    @staticmethod
+    def suits(shape: LayerShape) -> bool:
+        return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
+
+    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+        """None where the cache is one that kernels do not know."""
+        where = cache.place(position_RN, *self.tables(cache.width))
+        if where is None:
+            return None
+        x_RND = residual_RND.clone(memory_format=torch.contiguous_format)
+        self.layer.draft(input_RNX.contiguous(), x_RND, where)
+        return x_RND
+
+    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, h] of at least so many positions."""
+        if positions > len(self._cosine):
+            angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
+            self._cosine, self._sine = angle.cos(), angle.sin()
+        return self._cosine, self._sine
+
+
 class DecoderLayer(nn.Module):
     """What the layers of EAGLE-1 and EAGLE-3 share: attention over an input of some width, and what comes after it."""
 
@@ -157,6 +219,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.fused: FusedLayer | None = None
+
+    def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
+        """The layer's output [R, N, D] of nodes that stand next in the cache. input: what attention reads."""
+        done = None if self.fused is None else self.fused(input_RNX, residual_RND, position_RN, cache)
+        return self.finish(residual_RND, self.attention(input_RNX, position_RN, cache)) if done is None else done
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add what attention found, then the MLP of its norm."""

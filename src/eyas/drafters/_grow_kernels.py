@@ -1,0 +1,95 @@
+"""Dynamic trees of EAGLE's nets, all levels in one call of the compiled kernels: what `_grow.grow_dynamic` does, without its operations.
+
+For rows that are greedy or sample by a temperature alone, and drafts that see everything; others grow level by level.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eyas import kernels
+from eyas.drafters._base import Roots
+from eyas.drafters._grow import SHARPNESS, DynamicTree
+from eyas.nn import FusedLayer, QuickLinear
+from eyas.sampling import Sampling
+from eyas.tree import Draft, Tree
+
+if TYPE_CHECKING:
+    from eyas.cache import WindowCache
+    from eyas.target import Target
+
+__all__ = ["Grower", "grower_of"]
+
+
+def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> Grower | None:
+    """None where the kernels do not know the net, or do not run it.
+
+    own_table: of embeddings, where they are not the target's. ids_v: the target's ids of the draft vocabulary, where it is a smaller one.
+    """
+    fused = getattr(getattr(net, "layer", None), "fused", None)
+    if fused is None or not target.by_kernels:
+        return None
+    table = getattr(target.family.embedding, "weight", None) if own_table is None else own_table
+    plain, D = target.family.embed_scale == 1.0 or own_table is not None, fused.shape.hidden
+    if table is None or not plain or table.dtype != torch.float32 or table.shape[1] != D:
+        return None
+    found = _around(target, net, table.detach(), ids_v)
+    return None if found is None or found.head.inputs != D else Grower(fused, found)
+
+
+def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> kernels.Net | None:
+    run: Any = target.run
+    if isinstance(getattr(net, "fc", None), QuickLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
+        return kernels.Net(run.output, table, fc=net.fc.matrix)
+    if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
+        return kernels.Net(
+            run.output if net.head is None else net.head.matrix, table, embed_norm_D=net.layer.embed_norm.weight.detach(),
+            hidden_norm_D=net.layer.hidden_norm.weight.detach(), norm_D=net.norm.weight.detach(), ids_v=ids_v,
+            residual_normed=net.plan.norm_before_residual, carries_normed=net.plan.carries_normed,
+        )  # fmt: skip
+    return None
+
+
+def _plain(sampling: Sampling) -> bool:
+    """Whether a row's law is softmax(logits / temperature), or its argmax."""
+    return (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1.0, 0.0, 1.0)
+
+
+class Grower:
+    """Grows trees for one net."""
+
+    def __init__(self, layer: FusedLayer, net: kernels.Net) -> None:
+        self.layer, self.net = layer, net
+
+    @staticmethod
+    def suits(roots: Roots) -> bool:
+        return roots.history_BV is None and all(_plain(sampling) for sampling in roots.sampling)
+
+    def __call__(
+        self, pending: kernels.Pending, roots: Roots, shape: DynamicTree, cache: WindowCache, length_B: Tensor, width: int
+    ) -> Draft:  # fmt: skip
+        """The tree below the roots, once the net has read what is pending behind `length` slots.
+
+        width: more slots of the cache than any row uses, the tree's included.
+        """
+        B = len(length_B)
+        noise_BLv = None
+        if shape.noise == "shared" and not roots.noise.all_greedy:
+            which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
+            depth_L = torch.arange(1, shape.depth + 1)
+            noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which).contiguous()
+        plan = kernels.Plan(
+            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, SHARPNESS,
+            torch.tensor([sampling.temperature for sampling in roots.sampling], dtype=torch.float32), noise_BLv,
+        )  # fmt: skip
+        every = slice(0, B)
+        cache.at(every, length_B[:, None], width)
+        cache.see(length_B, torch.ones(B, 1, 1, dtype=torch.bool))
+        where = cache.place(length_B[:, None], *self.layer.tables(width))
+        assert where is not None, "there is no window"
+        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
+        tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
+        return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN)

@@ -1,0 +1,191 @@
+"""The target by compiled kernels: the model's own numbers, the same bits in every shape of pass, and losslessness over every method."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import zoo
+from eyas import drafters, fast, kernels
+from eyas.decode import Decoder, Request
+from eyas.drafters._base import options_from
+from eyas.errors import OptionError
+from eyas.fast import UnsuitedError
+from eyas.fast.cpu import FAMILIES, CpuRunner, runner
+from eyas.sampling import Sampling
+from eyas.target import Target
+from eyas.tree import Tree
+from reference import plain_decode, run
+from test_lossless import DRAWN, OPTIONS
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+MORE = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "mistral": {"sliding_window": zoo.WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": zoo.WINDOW, "layer_types": zoo.ALTERNATING},
+    "qwen3": {},
+}  # fmt: skip
+LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4))
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    return zoo.tiny(family, **SIZES, **MORE[family])
+
+
+@cache
+def quick(family: str) -> Target:
+    target = Target(model(family))
+    return target.run_with(runner(target))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, zoo.VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_models_own_numbers(family: str) -> None:
+    """Guards what the kernels compute: norms, biases, rotary positions, windows shorter than the prompt and than one chunk of it, trees,
+    features in any order. 90 tokens against a window of 16."""
+    plain, tree = Target(model(family)), Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 5]]), 3)
+    found = []
+    for target in (plain, quick(family)):
+        session = target.open(1, (3, 1, target.num_layers))
+        first = session.prefill(0, ids(90))
+        found.append((first, session.forward(torch.tensor([ids(7, 1)]), tree)))
+    (first, seen), (own_first, own_seen) = found
+    for ours, own in ((first, own_first), (seen.logits_BNV, own_seen.logits_BNV), (seen.features_BNF, own_seen.features_BNF)):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_has_plain_decodings_bits(family: str) -> None:
+    """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows of different lengths and with another
+    number of threads, are those of decoding its path token by token, to the last bit."""
+    target, prompts = quick(family), [ids(n, n) for n in (33, 5, 61)]
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]]).expand(3, 8).contiguous(), 5)
+    tokens_BN = torch.tensor([ids(8, 100 + b) for b in range(3)])
+    batch = target.open(3)
+    for b, prompt in enumerate(prompts):
+        batch.prefill(b, prompt)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        logits_BNV = batch.forward(tokens_BN, tree).logits_BNV
+    finally:
+        torch.set_num_threads(threads)
+    for b, prompt in enumerate(prompts):
+        for node in range(8):
+            path = tree.mask_BNN[b, node].nonzero()[:, 0].tolist()
+            alone = target.open(1)
+            alone.prefill(0, prompt)
+            for n in path:
+                last = alone.forward(tokens_BN[b : b + 1, n : n + 1], Tree.chain(1, 1)).logits_BNV[0, 0]
+                alone.advance(torch.ones(1, dtype=torch.long), [alone.lengths[0] + 1])
+            assert torch.equal(last, logits_BNV[b, node]), f"row {b}, node {node}"
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method_is_lossless_by_kernels(name: str) -> None:
+    """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal those of the model's own forward;
+    drawn trees: their own single run."""
+    kind, target = drafters.find(name), quick("llama")
+    drafter = kind.random(target, options_from(kind.Options, OPTIONS.get(name, {})), seed=1)
+    requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40, 3, 17, 31), LAWS * 2, strict=True)]
+    alone = [run(Decoder(target, drafter, 1), [r])[0][0] for r in requests]
+    for request, got in zip(requests, alone, strict=True):
+        if request.sampling.greedy or name not in DRAWN:
+            assert got == list(plain_decode(model("llama"), request))
+    assert run(Decoder(target, drafter, 3), requests)[0] == alone
+
+
+def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3 and hydra++ are those of the net's own
+    modules."""
+    from eyas.drafters import _eagle
+    from eyas.nn import quick as make_quick
+
+    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    for name in ("eagle1", "eagle3", "seagle", "hydra"):
+        kind, drafts = drafters.find(name), []
+        for target in (Target(model("llama")), quick("llama")):
+            drafter = kind.random(target, options_from(kind.Options, OPTIONS[name]), seed=1)
+            _, steps = run(Decoder(target, drafter, 1), [Request(tuple(ids(30)), 12, Sampling())])
+            drafts.append([s.draft.tokens_BN for s in steps if s.draft is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*drafts, strict=True)), name
+
+
+@pytest.mark.parametrize("rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3"])
+def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
+    different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
+    false alarm; none is near on these seeds."""
+    from eyas.drafters import _eagle
+    from eyas.nn import quick as make_quick
+
+    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    kind, target = drafters.find(name), quick("llama")
+    head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
+    requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
+    for nodes, depth, branch in ((14, 4, 3), (6, 3, 4), (40, 3, 3), (5, 4, 1)):
+        tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **rule}
+        found = []
+        for at_once in (True, False):
+            drafter = kind.random(target, options_from(kind.Options, {**tree, **head}), seed=1)
+            assert drafter.grower is not None
+            if not at_once:
+                drafter.__dict__["grower"] = None
+            tokens, steps = run(Decoder(target, drafter, 2), requests)
+            found.append((tokens, [(s.draft, s.row) for s in steps if s.draft is not None]))
+        assert found[0][0] == found[1][0]
+        for (one, b), (other, _) in zip(found[0][1], found[1][1], strict=True):  # rows that are empty draft what they like
+            assert torch.equal(one.tokens_BN[b], other.tokens_BN[b])
+            for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
+                assert torch.equal(getattr(one.tree, field)[b], getattr(other.tree, field)[b]), field
+            for field in ("score_BN", "value_BN"):
+                torch.testing.assert_close(getattr(one, field)[b], getattr(other, field)[b], rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_suit_is_left_to_the_model() -> None:
+    """Guards the registry: other families, dtypes and devices run by the model's own forward, and `on` says why."""
+    for refused, reason in (
+        (zoo.FAMILIES["gemma2"](), "family gemma2"),
+        (zoo.FAMILIES["llama"](), "heads of width"),
+        (zoo.tiny("llama", **SIZES).bfloat16(), "float32"),
+        (zoo.tiny("llama", **SIZES, hidden_act="gelu"), "silu"),
+    ):
+        target = Target(refused)
+        with pytest.raises(UnsuitedError, match=reason):
+            runner(target)
+        assert fast.runs_by(fast.prepared(target)) == "model"
+    with pytest.warns(UserWarning, match="float32"):
+        fast.prepared(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
+    with pytest.raises(OptionError, match="unknown kernels"):
+        fast.prepared(target, "yes")
+
+
+def test_other_numbers_are_noticed() -> None:
+    """Guards against a model that calls itself llama and computes something else: the comparison must refuse it."""
+    changed = zoo.tiny("llama", **SIZES)
+    changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(UnsuitedError, match="gives other numbers"):
+        runner(Target(changed))
+
+
+def test_the_model_stays_as_it_was() -> None:
+    """Guards the user's model: no weight, module or result of it changes."""
+    own = zoo.tiny("llama", **SIZES)
+    before, x = {name: value.clone() for name, value in own.state_dict().items()}, torch.tensor([ids(9)])
+    said = own(x).logits
+    target = Target(own)
+    Decoder(target.run_with(CpuRunner(target)), drafters.find("vanilla").load(None, target))
+    assert torch.equal(own(x).logits, said)
+    assert before.keys() == own.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())

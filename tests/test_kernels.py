@@ -1,0 +1,110 @@
+"""Compiled kernels: exact storage, the same bits whatever else is computed, and machines without a compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from eyas import kernels
+from eyas.kernels import _build
+from eyas.nn import quick
+
+needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+
+
+def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tensor:
+    """A matrix that this type holds without loss, and no narrower one."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    if kind == torch.bfloat16:
+        return weight.bfloat16().float()
+    if kind == torch.int8:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return (weight / scale).round() * scale
+    return weight
+
+
+@needs
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype, bias: bool) -> None:
+    """Guards the choice of the form, the filling up to whole panels (70 outputs), every size of tile and the remainder."""
+    weight, more = stored(kind), torch.arange(70.0) if bias else None
+    matrix = kernels.pack(weight, more)
+    assert matrix.data.dtype == kind
+    for rows in (1, 2, 5, 12, 13, 25):
+        x = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(kernels.linear(matrix, x), nn.functional.linear(x, weight, more), rtol=1e-5, atol=1e-4)
+
+
+@needs
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype) -> None:
+    """Guards the order of sums, which must not depend on the tile that a row falls into, nor on threads."""
+    matrix, x = kernels.pack(stored(kind)), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
+    together, threads = kernels.linear(matrix, x), torch.get_num_threads()
+    for row in range(37):
+        assert torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.linear(matrix, x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs
+def test_rounded_storage_is_near() -> None:
+    """Guards the scale of rows that int8 does not hold exactly."""
+    weight, x = stored(torch.float32), torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
+    matrix = kernels.pack(weight, storage="int8")
+    assert matrix.data.dtype == torch.int8
+    error = (kernels.linear(matrix, x) - x @ weight.T).abs().max()
+    assert 0 < error < 0.2
+
+
+@needs
+def test_norms() -> None:
+    """Guards eps and the weight."""
+    x, weight = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.linspace(0.5, 2, 64)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), nn.functional.rms_norm(x, (64,), weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
+@needs
+def test_a_quick_net_leaves_the_net_alone() -> None:
+    """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
+    other, x = quick(net, "exact"), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
+    torch.testing.assert_close(other(x), net(x), rtol=1e-4, atol=1e-5)
+    assert net(x).requires_grad
+
+
+def test_without_kernels_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """Guards machines without a compiler, with a broken one, and users who want none."""
+
+    def reason(**environment: str) -> str:
+        _build.library.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            found = kernels.why_not()
+        _build.library.cache_clear()
+        return found or ""
+
+    assert reason(EYAS_KERNELS="off") == "EYAS_KERNELS is off"
+    assert "no C++ compiler" in reason(CXX="a-compiler-that-is-not-there")
+    assert "could not build" in reason(CXX="false")
+
+
+@needs
+def test_a_broken_file_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """Guards against a traceback from the loader."""
+    _build.library.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        path = _build._folder() / f"cpu-{_build._key(_build._compiler())}.so"
+        path.parent.mkdir(parents=True)
+        path.write_text("not a library")
+        assert "cannot be loaded" in (kernels.why_not() or "")
+    _build.library.cache_clear()

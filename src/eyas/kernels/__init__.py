@@ -33,6 +33,8 @@ __all__ = [
     "available",
     "commit",
     "follow",
+    "grow",
+    "gumbel",
     "head",
     "linear",
     "pack",
@@ -460,3 +462,16 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         c_void_p(store.data_ptr()), *map(c_int64, (E, B, K, slots, h)), c_void_p(length_B.data_ptr()), c_void_p(path_BP.data_ptr()),
         c_int64(path_BP.shape[1]),
     )  # fmt: skip
+
+
+def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor) -> Tensor:
+    """float32 [B, N, V]: what `sampling.Noise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
+    (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
+    noise_BNV = torch.empty(B, N, V)
+    given = tuple(x.contiguous() for x in (seed_B, greedy_B, position_BN))
+    seed, greedy, position = (c_void_p(x.data_ptr()) for x in given)
+    ids = None if isinstance(vocab, int) else vocab.contiguous()
+    library().eyas_gumbel(
+        seed, greedy, c_int64(stream), position, c_int64(B), c_int64(N), c_void_p(_at(ids)), c_int64(V), c_void_p(noise_BNV.data_ptr())
+    )  # fmt: skip
+    return noise_BNV

@@ -60,7 +60,7 @@ class Work:
 class Runner(Protocol):
     """How a forward is run."""
 
-    name: str  # "model": by its own code; "kernels": by ours
+    name: str  # "model": by its own code; "kernels": by ours; "graphs": its own, replayed
 
     def __call__(self, work: Work) -> Seen: ...
 

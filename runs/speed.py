@@ -4,11 +4,11 @@
     python runs/speed.py --target MODEL --draft eagle3=HEAD --output FILE.json                another, with its head
     python runs/speed.py --parts cost --output FILE.json                                      only the cost curves
 
-Greedy or at --temperature, the bundled prompts, whole answers. Contestants: transformers' generate; plain decoding by the model's own forward;
-by the kernels (what every ratio is over); trees of several sizes; trees by `auto`; and `auto` with a head of random weights. Every round runs
-all of them on a prompt one after the other, beginning with another one each time, so that drift of the machine hits all alike; texts are
-compared. Intervals: 95 %, bootstrap over prompts. The cost curves: a pass against its nodes, by the model's own forward and by the kernels,
-with weights that are kept as int8, bfloat16 and float32, and plain passes against the context.
+Greedy or at --temperature, the bundled prompts, whole answers. Contestants: transformers' generate; plain decoding by the model's own
+forward, and by the kernels (what every ratio is over); trees of several sizes; trees by `auto`; and `auto` with a head of random weights.
+Every round runs all of them on a prompt one after the other, beginning with another one each time, so that drift of the machine hits all
+alike; texts are compared. Intervals: 95 %, bootstrap over prompts. Cost curves: a pass against its nodes, by the model's own forward and
+by the kernels, with weights that are kept as int8, bfloat16 and float32, and passes against the context.
 """
 
 from __future__ import annotations

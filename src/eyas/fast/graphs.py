@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.kernels import Team
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
 
@@ -72,6 +73,7 @@ class GraphRunner:
 
     name = "graphs"
     threads: int | None = None
+    team: Team = None
 
     def __init__(self, target: Target, capture: Capture = cuda_capture) -> None:
         self.target, self.capture, self.own = target, capture, OwnForward()

@@ -10,7 +10,7 @@ Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -29,6 +29,7 @@ __all__ = [
     "Pending",
     "Plan",
     "Shape",
+    "Team",
     "UnavailableError",
     "available",
     "commit",
@@ -47,6 +48,7 @@ PANEL, LANES, PAIRS, FEW = 32, 16, 24, 32  # as in cpu.cpp
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # what attention is compiled for
 EXACT = 3e-7  # of a weight: rounding of its scale
 Storage = Literal["exact", "int8"]
+Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
 
 
 def why_not() -> str | None:
@@ -163,7 +165,7 @@ def _panels(weight_OI: Tensor) -> Tensor:
     return weight_OI.view(-1, PANEL, weight_OI.shape[1]).transpose(1, 2).contiguous()
 
 
-def linear(matrix: Matrix, x: Tensor, threads: int | None = None) -> Tensor:
+def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:
     """x [..., I] -> [..., O], float32. threads: torch's number by default, as everywhere here."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     y_MO = torch.empty(x_MI.shape[0], matrix.padded)
@@ -171,8 +173,12 @@ def linear(matrix: Matrix, x: Tensor, threads: int | None = None) -> Tensor:
     return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
 
 
-def _threads(asked: int | None) -> c_int64:
-    return c_int64(asked or torch.get_num_threads())
+def _threads(asked: Team) -> c_int64:
+    return c_int64(_count(asked))
+
+
+def _count(asked: Team) -> int:
+    return asked() if callable(asked) else asked or torch.get_num_threads()
 
 
 # ---------------------------------------------------------------------------------------------------------------- decoder layers
@@ -237,7 +243,7 @@ class Pass:
 class Layers:
     """Decoder layers, one after the other; and the room that a pass works in."""
 
-    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: int | None = None) -> None:
+    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: Team = None) -> None:
         self.shape, self.layers, self.threads = shape, tuple(layers), threads
         self._shape = shape.record
         self._records = (_Layer * len(layers))(*(layer.record for layer in layers))
@@ -269,7 +275,7 @@ class Layers:
     def _prepare(self, where: Pass) -> tuple[_Pass, _Slots, tuple[Tensor, ...]]:
         """The records, and what must live as long as they do."""
         (R, Q), T, store = where.position_RQ.shape, where.visible_RQT.shape[-1], where.store
-        size, threads, M = self.shape, self.threads or torch.get_num_threads(), R * Q
+        size, threads, M = self.shape, _count(self.threads), R * Q
         most = -(-store.shape[3] // LANES) * LANES + 2 * LANES
         heads = size.heads + 2 * size.kv_heads
         room = tuple(
@@ -294,7 +300,7 @@ class Layers:
 
 
 def head(
-    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: int | None = None
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: Team = None
 ) -> Tensor | None:  # fmt: skip
     """The RMS norm of x, into `normed` (its rows may stand apart); and the logits [M, O] of it, if there is a matrix."""
     logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
@@ -306,7 +312,7 @@ def head(
     return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: int | None = 1) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: Team = 1) -> Tensor:
     """The RMS norm of x [..., D]; D: a multiple of 16."""
     x_MD = x.reshape(-1, x.shape[-1]).contiguous()
     y_MD = torch.empty_like(x_MD)

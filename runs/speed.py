@@ -159,6 +159,43 @@ def costs(base: LLM) -> dict[str, Any]:
     return found
 
 
+def tables(result: dict[str, Any]) -> str:
+    """Both parts as Markdown."""
+
+    def three(found: list[float] | None) -> str:
+        return "" if not found else f"{found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}]"
+
+    lines = ["| | tokens/s | over plain | over transformers' generate | tau | c | equal texts |", "|---|---|---|---|---|---|---|"]
+    for name, e in result.get("table", {}).items():
+        figures = (e["tokens_per_second"], three(e["over_plain"]), three(e.get("over_transformers")), e.get("tau", ""), e.get("c", ""))
+        lines.append(f"| {name} | {' | '.join(map(str, figures))} | {e['equal']} |")
+    for name, best in _best_against_auto(result.get("rows", [])).items():
+        lines.append(f"\n{name}: {best}")
+    for by in ("nodes", "context"):
+        curves = {name.removesuffix(f", by {by}"): curve for name, curve in result.get("cost", {}).items() if name.endswith(f"by {by}")}
+        if curves:
+            heads = [str(row[by]) for row in next(iter(curves.values()))]
+            lines += ["", f"| ms of a pass, by {by} | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+            lines += [f"| {name} | " + " | ".join(f"{row['ms']:.1f}" for row in curve) + " |" for name, curve in curves.items()]
+    return "\n".join(lines)
+
+
+def _best_against_auto(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Each method's `auto` over its best hand-set tree, the best of one half of the prompts judged on the other, both ways, and pooled."""
+    found = {}
+    names = [] if not rows else [n for n in rows[0] if n != "prompt"]
+    for auto_name in (n for n in names if n.endswith(" auto") and not n.startswith("random")):
+        fixed = [n for n in names if n.startswith(auto_name.removesuffix("auto")) and n != auto_name]
+        judged = list[dict[str, Any]]()
+        for half in (0, 1):
+            chosen = max(fixed, key=lambda n: sum(r[n]["tokens"] for r in rows[half::2]) / sum(r[n]["seconds"] for r in rows[half::2]))  # noqa: B023
+            judged += [{"prompt": f"{r['prompt']}", "auto": r[auto_name], "best": r[chosen]} for r in rows[1 - half :: 2]]
+        found[f"{auto_name} over the best tree of the other half of the prompts"] = "{:.2f} [{:.2f}, {:.2f}]".format(
+            *ratio(judged, "auto", "best")
+        )
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
@@ -170,7 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, metavar="FILE.json", help="only show what an earlier run found, as Markdown")
     args = parser.parse_args(arguments)
+    if args.table:
+        print(tables(json.loads(args.table.read_text())))
+        return
     transformers.utils.logging.set_verbosity_error()
     heads: dict[str, Path | None] = {name: Path(head) for name, _, head in (draft.partition("=") for draft in args.draft)}
     if not args.target and not heads:

@@ -179,6 +179,26 @@ def test_other_numbers_are_noticed() -> None:
         runner(Target(changed))
 
 
+def test_rounded_weights_are_a_target_of_their_own() -> None:
+    """Guards `weights="int8"`: other logits, near the model's; every method says what its plain decoding says; refused without kernels."""
+    target = Target(model("llama"))
+    rounded = fast.prepared(target, weights="int8")
+    assert fast.weights_of(rounded) == "int8"
+    assert fast.weights_of(quick("llama")) == "exact"
+    logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
+    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < 1.0
+    requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
+    said = run(Decoder(rounded, drafters.find("vanilla").load(None, rounded), 1), requests)[0]
+    for name in ("eagle2", "eagle3", "suffix"):
+        kind = drafters.find(name)
+        drafter = kind.random(rounded, options_from(kind.Options, OPTIONS.get(name, {})), seed=1)
+        assert run(Decoder(rounded, drafter, 2), requests)[0] == said
+    with pytest.raises(OptionError, match="family gemma2"):
+        fast.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
+    with pytest.raises(OptionError, match="unknown weights"):
+        fast.prepared(target, weights="int4")
+
+
 def test_the_model_stays_as_it_was() -> None:
     """Guards the user's model: no weight, module or result of it changes."""
     own = zoo.tiny("llama", **SIZES)

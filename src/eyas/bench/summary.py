@@ -21,6 +21,7 @@ from eyas.tune.cost import verify_cost
 __all__ = ["summarise", "write"]
 
 RUNS_BY = {"kernels": "compiled kernels", "model": "its own forward", "graphs": "CUDA graphs"}
+ROUNDED = {"exact": "", "int8": ", its weights rounded to int8"}
 
 
 def summarise(
@@ -45,7 +46,7 @@ def summarise(
         on_prompt(jobs, jobs, f"looked at the trees of {name}")
         probes[name] = found
     bandwidth, weights = cost.bandwidth(device), cost.bytes_per_step(target)
-    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {RUNS_BY[settings['runs_by']]}"
+    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {RUNS_BY[settings['runs_by']]}{ROUNDED[settings['weights']]}"
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
         "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": verify_cost(target),

@@ -52,7 +52,7 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     with quiet(given["verbose"]):
         from eyas.llm import load as load_llm
 
-        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels")
+        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights")
         asked = {**options, "tree": given["tree"]} if given.get("tree") else options
         return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
 
@@ -81,6 +81,7 @@ def check_sampling(given: Mapping[str, Any]) -> None:
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
     from eyas import tiny
+    from eyas.fast import weights_of
 
     stats = result.stats
     return {
@@ -102,6 +103,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,
+        "weights": weights_of(llm.target),
         "versions": versions(),
     }
 

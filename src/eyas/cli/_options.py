@@ -92,6 +92,13 @@ MODEL_BASE = stack(
         default="auto",
         help="Compiled kernels on a CPU: where they know the model; on: say it where they do not; off: its own forward.",
     ),
+    option(
+        "Machine",
+        "--weights",
+        type=click.Choice(["exact", "int8"]),
+        default="exact",
+        help="Of the target: as they are; int8: rounded, by the kernels: faster, and another target.",
+    ),
     VERBOSE,
 )
 

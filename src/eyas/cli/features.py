@@ -80,7 +80,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
         raise click.UsageError("Missing option '--data'", ctx)
     first, step = _part(given["part"])
     devices = given["device"].split(",")
-    llm = load({**given, "draft": None, "method": "vanilla", "device": devices[0], "kernels": "off"}, {})
+    llm = load({**given, "draft": None, "method": "vanilla", "device": devices[0], "kernels": "off", "weights": "exact"}, {})
     store = Store(folder) if given["only"] else _planned(llm, folder, given, method_options(ctx), (first, step))
     mine = [int(i) for i in given["only"].split(",")] if given["only"] else range(first, len(store.manifest.shards), step)
     todo = sorted(set(store.missing()) & set(mine))

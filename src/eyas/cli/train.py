@@ -118,7 +118,7 @@ def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     if given["init"] and (own := [f"--{name}" for name in options if name.startswith("head.")]):
         raise OptionError(f"--init brings a head that is as it is: leave {', '.join(own)} out")
     chosen = options_from(kind.Options, options)
-    llm = load({**given, "draft": None, "method": "vanilla", "device": _device(given["device"]), "kernels": "off"}, {})
+    llm = load({**given, "draft": None, "method": "vanilla", "device": _device(given["device"]), "kernels": "off", "weights": "exact"}, {})
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, given, config)

@@ -14,22 +14,31 @@ from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
 from eyas.target import Target
 
-__all__ = ["Kernels", "UnsuitedError", "prepared", "runner", "runs_by"]
+__all__ = ["Kernels", "UnsuitedError", "prepared", "runner", "runs_by", "weights_of"]
 
 Kernels = Literal["auto", "on", "off"]
+WEIGHTS = ("exact", "int8")
 
 
-def prepared(target: Target, kernels: str = "auto", own: bool = True) -> Target:
+def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: str = "exact") -> Target:
     """The target with its fastest runner.
 
     Args:
         kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; off: the model's own
             forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
+        weights: exact: as they are; int8: rounded, with a scale a row, by kernels only: a target of its own.
 
     Raises:
-        OptionError: another word.
+        OptionError: another word; int8 where there are no kernels for it.
     """
+    if weights not in WEIGHTS:
+        raise OptionError(f"unknown weights {weights!r}; {near(weights, WEIGHTS)}")
+    if weights == "int8":
+        try:
+            return target.run_with(runner(target, "int8"))
+        except UnsuitedError as why:
+            raise OptionError(f"weights int8 are for the compiled kernels, and there are none for this model: {why}") from why
     if kernels not in ("auto", "on", "off"):
         raise OptionError(f"unknown kernels {kernels!r}; {near(kernels, ('auto', 'on', 'off'))}")
     if kernels == "off" or (kernels == "auto" and not own):
@@ -47,3 +56,8 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True) -> Target:
 def runs_by(target: Target) -> str:
     """What a target's forwards are run by: kernels, graphs, or model."""
     return target.run.name
+
+
+def weights_of(target: Target) -> str:
+    """exact, or how its runner has rounded them."""
+    return str(getattr(target.run, "storage", "exact"))

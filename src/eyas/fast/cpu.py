@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eyas import kernels
 from eyas.fast._threads import Threads
-from eyas.kernels import HEAD_DIMS, Layers, Pass, Shape, Team
+from eyas.kernels import HEAD_DIMS, Layers, Pass, Shape, Storage, Team
 from eyas.target import OwnForward, Runner, Target, Work
 from eyas.tree import Seen, Tree
 
@@ -35,12 +35,16 @@ class UnsuitedError(Exception):
     """Why a target has no runner of this kind: one line."""
 
 
-def runner(target: Target) -> CpuRunner:
-    """A runner for the target; UnsuitedError, with the reason, when there is none."""
+def runner(target: Target, storage: Storage = "exact") -> CpuRunner:
+    """A runner for the target; UnsuitedError, with the reason, when there is none.
+
+    storage: of the weights; int8: rounded, which makes another target of it: plain decoding and trees are both its own.
+    """
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
+    made = made if storage == "exact" else CpuRunner(target, storage)
     made.settle_threads()
     return made
 
@@ -50,9 +54,9 @@ class CpuRunner:
 
     name = "kernels"
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, storage: Storage = "exact") -> None:
         _refuse(target)
-        self.target = target
+        self.target, self.storage = target, storage
         config, family = target.model.config, target.family
         layers: Any = family.layers
         first = layers[0].self_attn
@@ -63,11 +67,11 @@ class CpuRunner:
         )  # fmt: skip
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if family.window else "full_attention"] * len(layers)
         windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
-        self.layers = Layers(self.shape, [_layer(layer, window) for layer, window in zip(layers, windows, strict=True)])
+        self.layers = Layers(self.shape, [_layer(layer, window, storage) for layer, window in zip(layers, windows, strict=True)])
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
         head: Any = family.head
-        self.output = kernels.pack(head.weight, head.bias)
+        self.output = kernels.pack(head.weight, head.bias, storage)
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
@@ -202,16 +206,16 @@ def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 
 
-def _layer(layer: Any, window: int) -> kernels.Layer:
+def _layer(layer: Any, window: int, storage: Storage) -> kernels.Layer:
     attention, mlp = layer.self_attn, layer.mlp
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
     bias = None if three[0].bias is None else torch.cat([m.bias for m in three])
     gated = None if mlp.gate_proj.bias is None else (mlp.gate_proj.bias, mlp.up_proj.bias)
     return kernels.Layer(
-        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias),
-        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias),
-        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated),
-        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias),
+        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, storage),
+        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, storage),
+        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, storage),
+        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, storage),
         norm=_norm(layer.input_layernorm),
         mlp_norm=_norm(layer.post_attention_layernorm),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,

@@ -46,7 +46,8 @@ def summarise(
         on_prompt(jobs, jobs, f"looked at the trees of {name}")
         probes[name] = found
     bandwidth, weights = cost.bandwidth(device), cost.bytes_per_step(target)
-    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {RUNS_BY[settings['runs_by']]}{ROUNDED[settings['weights']]}"
+    how = RUNS_BY[settings["runs_by"]] + ROUNDED[settings["weights"]]
+    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
         "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": verify_cost(target),

@@ -56,8 +56,8 @@ def summarise(
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
         "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "profiles": profiles,
-        "verify_cost": verify_cost(target),
-        "bandwidth": None if bandwidth is None else round(bandwidth), "flops_per_second": None if rate is None else round(rate), "bytes_per_step": weights,
+        "verify_cost": verify_cost(target), "bytes_per_step": weights,
+        "bandwidth": None if bandwidth is None else round(bandwidth), "flops_per_second": None if rate is None else round(rate),
         "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
         "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,
     }  # fmt: skip

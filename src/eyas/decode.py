@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -323,13 +323,18 @@ class Clock:
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.parts: dict[str, float] = {}
+        self._stage, self._since = "", 0.0
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """What happens during the `with` is this stage's."""
-        began = time.perf_counter()
-        yield
-        self.parts[name] = time.perf_counter() - began
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """What happens during the `with` is this stage's; stages follow each other."""
+        self._stage = name
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.parts[self._stage] = time.perf_counter() - self._since
 
     def total(self) -> float:
         return time.perf_counter() - self.began

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,9 +52,10 @@ def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: P
     """
     question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
     target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
+    clock = partial(_Waited, target.device) if target.device.type == "cuda" else Clock
     ours = [c for c in bench.contestants if isinstance(c, Drafting)]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
-        timed = list(islice(contestant.timed(request, clock=_Waited), 1 + WARM + CYCLES))
+        timed = list(islice(contestant.timed(request, clock=clock), 1 + WARM + CYCLES))
         found = cycles_of(timed, len(request.prompt))
         if found is None:
             continue
@@ -129,12 +131,15 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
 class _Waited(Clock):
     """A stage lasts until the GPU has done it."""
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         with super().stage(name):
             yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 class _Ranges(Clock):

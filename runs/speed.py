@@ -1,118 +1,193 @@
-"""Tokens per second on this machine: plain decoding, transformers' generate and EAGLE trees, interleaved prompt by prompt.
+"""Tokens per second on this machine, interleaved prompt by prompt, and what passes cost.
 
-    python runs/speed.py --output docs/results/speed.json        (make bench)
+    python runs/speed.py --output docs/results/speed.json                                     the embedded model        (make bench)
+    python runs/speed.py --target MODEL --draft eagle3=HEAD --output FILE.json                another, with its head
+    python runs/speed.py --parts cost --output FILE.json                                      only the cost curves
 
-The embedded model in float32, greedy, the demo's prompts, whole answers (prompt's pass included), after a warm-up; every round runs all
-contestants one after the other, so that drift of the machine hits them alike. Intervals: 95 %, bootstrap over (prompt, round) pairs.
+Greedy or at --temperature, the bundled prompts, whole answers. Contestants: transformers' generate; plain decoding by the model's own
+forward, and by the kernels (what every ratio is over); trees of several sizes; trees by `auto`; and `auto` with a head of random weights.
+Every round runs all of them on a prompt one after the other, beginning with another one each time, so that drift of the machine hits all
+alike; texts are compared. Intervals: 95 %, bootstrap over prompts. Cost curves: a pass against its nodes, by the model's own forward and
+by the kernels, with weights that are kept as int8, bfloat16 and float32, and passes against the context.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from _command import command, machine, run
 from scipy.stats import bootstrap
+from transformers import AutoModelForCausalLM
 
 import eyas
-from eyas.cli.demo import PROMPTS
+from eyas import drafters, fast, tiny
+from eyas.bench.tasks import load as load_task
 from eyas.drafters import find
 from eyas.drafters._base import options_from
 from eyas.llm import LLM
+from eyas.target import Target
+from eyas.train.state import write_text
+from eyas.tune import auto
+from eyas.tune.cost import verify_cost
 
-TREES = {
-    "vanilla": ("vanilla", {}),
-    "eagle1 chain-3": ("eagle1", {"tree.choices": "chain-3"}),
-    "eagle1 reference tree": ("eagle1", {}),
-    "eagle2 4/3/1": ("eagle2", {"tree.nodes": 4, "tree.depth": 3, "tree.branch": 1}),
-    "eagle2 5/4/1": ("eagle2", {"tree.nodes": 5, "tree.depth": 4, "tree.branch": 1}),
-    "eagle2 5/3/2": ("eagle2", {"tree.nodes": 5, "tree.depth": 3, "tree.branch": 2}),
-    "eagle2 6/4/2": ("eagle2", {"tree.nodes": 6, "tree.depth": 4, "tree.branch": 2}),
-    "eagle2 8/4/3": ("eagle2", {"tree.nodes": 8, "tree.depth": 4, "tree.branch": 3}),
-    "eagle2 12/5/4": ("eagle2", {"tree.nodes": 12, "tree.depth": 5, "tree.branch": 4}),
-    "eagle2 24/6/6": ("eagle2", {"tree.nodes": 24, "tree.depth": 6, "tree.branch": 6}),
-    "eagle2 60/8/10": ("eagle2", {"tree.nodes": 60, "tree.depth": 8, "tree.branch": 10}),
-}
+TREES = ((4, 3, 1), (5, 4, 1), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4))
+CONTEXTS = (256, 1024, 2048, 4000)
+PLAIN, OWN, THEIRS = "plain", "plain, model's own forward", "transformers generate"
 
 
-def variant(base: LLM, method: str, options: dict[str, object]) -> LLM:
-    kind, head = find(method), base.drafter
-    chosen = options_from(kind.Options, options)
-    drafter = kind(base.target, chosen, head.net, head.shape, head.embed_tokens) if kind.needs_weights else kind(base.target, chosen)
-    return LLM(base.target, drafter, base.tokenizer)
+def contestants(base: LLM, heads: dict[str, Path | None]) -> dict[str, LLM]:
+    """Plain decoding in both ways, and each method's trees, fixed and auto."""
+    target = base.target
+
+    def plain(of: Target) -> LLM:
+        return LLM(of, find("vanilla").load(None, of), base.tokenizer)
+
+    found = {OWN: plain(Target(target.model, target.name)), PLAIN: plain(target)}
+    for method, head in heads.items():
+        kind = find(method)
+
+        def made(options: dict[str, Any], kind: type[drafters.Drafter] = kind, head: Path | None = head) -> drafters.Drafter:
+            chosen = options_from(kind.Options, options)
+            return kind.from_source(head, target, chosen) if head else kind.random(target, chosen)
+
+        for nodes, depth, branch in TREES:
+            tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch}
+            found[f"{method} {nodes}/{depth}/{branch}"] = LLM(target, made(tree), base.tokenizer)
+        drafter = made({})
+        found[f"{method} auto"] = LLM(target, drafter, base.tokenizer, None, auto(drafter))
+    useless = find(next(iter(heads))).random(target)
+    found["random head, auto"] = LLM(target, useless, base.tokenizer, None, auto(useless))
+    return found
 
 
-def generate(base: LLM, ids: tuple[int, ...], new: int) -> tuple[list[int], float]:
+def generate(base: LLM, ids: tuple[int, ...], new: int) -> tuple[tuple[int, ...], float]:
     """The same by transformers: (new ids, seconds)."""
     ids_1T = torch.tensor([ids])
     began = time.perf_counter()
     with torch.inference_mode():
         out = base.target.model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=new, do_sample=False)
-    return out[0, len(ids) :].tolist(), time.perf_counter() - began
+    return tuple(out[0, len(ids) :].tolist()), time.perf_counter() - began
 
 
-def ratio_of(rows: list[dict], name: str, base: str) -> list[float]:
-    """Speed of `name` over that of `base`, paired, with its interval."""
-    columns = tuple(np.array([r[n][k] for r in rows], float) for n in (name, base) for k in ("tokens", "seconds"))
+def ratio(rows: list[dict[str, Any]], name: str, base: str) -> list[float]:
+    """Speed of `name` over that of `base`, paired, with its interval over prompts."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["prompt"], []).append(row)
+    columns = tuple(
+        np.array([sum(row[n][key] for row in group) for group in by_prompt.values()], float)
+        for n in (name, base) for key in ("tokens", "seconds")
+    )  # fmt: skip
 
     def statistic(ta: np.ndarray, sa: np.ndarray, tb: np.ndarray, sb: np.ndarray, axis: int = -1) -> np.ndarray:
         return (ta.sum(axis) / sa.sum(axis)) / (tb.sum(axis) / sb.sum(axis))
 
     low, high = bootstrap(columns, statistic, paired=True, n_resamples=4000, method="percentile", rng=0).confidence_interval
-    return [round(float(x), 2) for x in (statistic(*columns), low, high)]
+    return [round(float(x), 3) for x in (statistic(*columns), low, high)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    args = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-    base, load_before = eyas.load(), os.getloadavg()[0]
-    contestants = {name: variant(base, *how) for name, how in TREES.items()}
-    prompts = [base.ids(p.text, raw=p.raw) for p in PROMPTS]
-    rows: list[dict] = []
-    for turn in range(-1, args.rounds):  # the first turn is the warm-up
-        for ids in prompts[: len(prompts) if turn >= 0 else 1]:
-            row: dict[str, dict] = {}
-            for name, llm in contestants.items():
-                result = llm.generate(list(ids), max_new_tokens=args.max_new_tokens)
-                seconds, stats = result.stats.seconds, result.stats
-                row[name] = {"ids": result.token_ids, "tokens": len(result.token_ids), "seconds": seconds, "emitted": stats.tokens}
-                row[name] |= {"cycles": stats.cycles, "decode": seconds - stats.prefill_seconds}
-            theirs, seconds = generate(base, ids, args.max_new_tokens)
-            row["transformers"] = {"ids": tuple(theirs), "tokens": len(theirs), "seconds": seconds}
+def speeds(args: argparse.Namespace, base: LLM, heads: dict[str, Path | None]) -> dict[str, Any]:
+    """The table, and every prompt's tokens and seconds."""
+    entered, rows = contestants(base, heads), list[dict[str, Any]]()
+    prompts = [p for p in load_task("bundled", args.limit) if len(p.turns) == 1]
+    asked = [(p.id, base.request(p.turns[0], raw=p.raw)[0].prompt) for p in prompts]
+    law = {"temperature": args.temperature, "seed": 7}
+    for turn in range(-1, args.rounds):  # the first warms up, on two prompts
+        for number, (name, ids) in enumerate(asked if turn >= 0 else asked[:2]):
+            row: dict[str, Any] = {"prompt": name}
+            names = list(entered)
+            for contestant in [*names[number % len(names) :], *names[: number % len(names)]]:
+                result = entered[contestant].generate(list(ids), max_new_tokens=args.max_new_tokens, **law)
+                stats = result.stats
+                row[contestant] = {
+                    "tokens": len(result.token_ids), "seconds": stats.seconds, "cycles": stats.cycles, "emitted": stats.tokens,
+                    "decode": stats.seconds - stats.prefill_seconds, "decided": dict(stats.decisions), "ids": result.token_ids,
+                }  # fmt: skip
+            if args.temperature == 0:
+                theirs, seconds = generate(base, ids, args.max_new_tokens)
+                row[THEIRS] = {"tokens": len(theirs), "seconds": seconds, "ids": theirs}
+            for one in row.values():
+                if isinstance(one, dict):
+                    one["equal"] = one.pop("ids") == row[PLAIN].get("ids", ()) if one is not row[PLAIN] else True
+            row[PLAIN].pop("ids")
             if turn >= 0:
                 rows.append(row)
-    table = {}
-    step_seconds = sum(r["vanilla"]["decode"] for r in rows) / sum(r["vanilla"]["cycles"] for r in rows)
-    for name in rows[0]:
-        entry = {"tokens_per_second": round(sum(r[name]["tokens"] for r in rows) / sum(r[name]["seconds"] for r in rows), 1)}
-        entry |= {"vs_vanilla": ratio_of(rows, name, "vanilla"), "vs_transformers": ratio_of(rows, name, "transformers")}
-        entry["equal"] = all(r[name]["ids"] == r["vanilla"]["ids"] for r in rows)
-        if name != "transformers":
-            cycles = sum(r[name]["cycles"] for r in rows)
-            entry["tau"] = round(sum(r[name]["emitted"] for r in rows) / cycles, 2)
-            entry["c"] = round(sum(r[name]["decode"] for r in rows) / cycles / step_seconds, 2)
-        table[name] = entry
-        print(f"{name:24} {json.dumps(entry)}")
-    result = {
-        "command": " ".join(["python", "runs/speed.py", *sys.argv[1:]]),
-        "machine": {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__},
-        "load_before": load_before, "load_after": os.getloadavg()[0], "table": table,
-    }  # fmt: skip
+                print(f"{len(rows)} of {args.rounds * len(asked)}: {name}", flush=True)
+    table = {name: _entry(rows, name) for name in rows[0] if name != "prompt"}
+    return {"prompts": len(asked), "table": table, "rows": rows}
+
+
+def _entry(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    found = [row[name] for row in rows]
+    entry: dict[str, Any] = {"tokens_per_second": round(sum(r["tokens"] for r in found) / sum(r["seconds"] for r in found), 1)}
+    entry |= {"over_plain": ratio(rows, name, PLAIN), "equal": f"{sum(r['equal'] for r in found)} of {len(found)}"}
+    if THEIRS in rows[0]:
+        entry["over_transformers"] = ratio(rows, name, THEIRS)
+    if "cycles" in found[0]:
+        plain = [row[PLAIN] for row in rows]
+        step = sum(r["decode"] for r in plain) / sum(r["cycles"] for r in plain)
+        cycles = sum(r["cycles"] for r in found)
+        entry["tau"] = round(sum(r["emitted"] for r in found) / cycles, 2)
+        entry["c"] = round(sum(r["decode"] for r in found) / cycles / step, 2)
+    print(f"{name:28} {entry}", flush=True)
+    return entry
+
+
+def costs(base: LLM) -> dict[str, Any]:
+    """Milliseconds of passes: own forward and kernels, by nodes; the kernels' by form of the weights, and by context."""
+    target, found = base.target, dict[str, Any]()
+    found["own forward, by nodes"] = verify_cost(Target(target.model, target.name))
+    found["kernels, by nodes"] = verify_cost(target)
+    for form in ("float32", "bfloat16"):
+        with torch.no_grad():
+            other = AutoModelForCausalLM.from_config(target.model.config).eval()
+            for weight in other.parameters():
+                weight.copy_(weight.to(getattr(torch, form)).float())
+        found[f"kernels, {form} weights (random), by nodes"] = verify_cost(fast.prepared(Target(other)))
+    contexts = [c for c in CONTEXTS if c < target.context - 64]
+    found["kernels, one node, by context"] = [{"context": c, "ms": verify_cost(target, c, (1,))[0]["ms"]} for c in contexts]
+    found["kernels, 8 nodes, by context"] = [{"context": c, "ms": verify_cost(target, c, (8,))[0]["ms"]} for c in contexts]
+    for name, curve in found.items():
+        print(f"{name:45} {curve}", flush=True)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD")
+    parser.add_argument("--methods", default="eagle3,eagle2", help="of the embedded model")
+    parser.add_argument("--parts", default="speed,cost")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(arguments)
+    transformers.utils.logging.set_verbosity_error()
+    heads: dict[str, Path | None] = {name: Path(head) for name, _, head in (draft.partition("=") for draft in args.draft)}
+    if not args.target and not heads:
+        heads = {name: tiny.HEADS[find(name).reads] for name in args.methods.split(",")}
+    before = machine()
+    base = eyas.load(args.target, method="vanilla")
+    result: dict[str, Any] = {"command": command("speed.py"), "target": base.target.name, "runs_by": base.target.run.name}
+    result |= {"threads": base.target.run.threads, "temperature": args.temperature, "machine_before": before}
+    if "cost" in args.parts:
+        result["cost"] = costs(base)
+    if "speed" in args.parts:
+        result |= speeds(args, base, heads)
+    result["machine"] = machine()
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

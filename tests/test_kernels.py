@@ -9,6 +9,7 @@ from torch import nn
 from eyas import kernels
 from eyas.kernels import _build
 from eyas.nn import quick
+from eyas.sampling import Noise
 
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
@@ -108,3 +109,16 @@ def test_a_broken_file_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp
         path.write_text("not a library")
         assert "cannot be loaded" in (kernels.why_not() or "")
     _build.library.cache_clear()
+
+
+@needs
+def test_noise_is_that_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second writing of the noise: the same numbers up to float32's last digit, for whole vocabularies and for some ids, in
+    rows of different seeds, zero in greedy ones."""
+    noise = Noise(torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True]))
+    position_BN, ids = torch.tensor([[1, 2, 500], [9, 4, 0], [1, 2, 3]]), torch.tensor([5, 0, 7999, 123, 4, 4, 90, 17, 3])
+    found = [noise.gumbel(position_BN, vocab, stream) for vocab in (8001, ids) for stream in (0, 2)]
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    for ours, torchs in zip(found, [noise.gumbel(position_BN, vocab, stream) for vocab in (8001, ids) for stream in (0, 2)], strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=2e-7, atol=2e-7)
+        assert (ours == torchs).float().mean() > 0.999

@@ -104,6 +104,11 @@ class KVCache(Cache):
             store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Where in memory it lies: another place after it has grown."""
+        return tuple(store.data_ptr() for store in self._stores.values())
+
+    @property
     def width(self) -> int:
         """Slots below which the next forward attends."""
         return self._width

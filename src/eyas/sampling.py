@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas import kernels
 from eyas.errors import OptionError
 
 __all__ = ["Noise", "Sampling", "law", "process"]
@@ -170,6 +171,8 @@ class Noise:
         Args:
             vocab: how many tokens, or the ids of those that are asked about.
         """
+        if position_BN.device.type == "cpu" and kernels.available():
+            return kernels.gumbel(self.seed_B, self.greedy_B, stream, position_BN, vocab)
         tokens_V = torch.arange(vocab, device=position_BN.device) if isinstance(vocab, int) else vocab
         noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()

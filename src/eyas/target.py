@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from eyas import families
 from eyas.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
+from eyas.kernels import Team
 from eyas.tree import Seen, Tree, Verdict
 
 __all__ = ["OwnForward", "Runner", "Target", "TargetSession", "Work"]
@@ -60,13 +61,18 @@ class Work:
 class Runner(Protocol):
     """How a forward is run."""
 
-    name: str  # "model": by its own code; "kernels": by ours
+    name: str  # "model": by its own code; "kernels": by ours; "graphs": its own, replayed
 
     def __call__(self, work: Work) -> Seen: ...
 
     @property
     def threads(self) -> int | None:
         """That it uses; None: torch's number."""
+        ...
+
+    @property
+    def team(self) -> Team:
+        """Threads for what is computed beside it, at the moment."""
         ...
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
@@ -335,6 +341,7 @@ class OwnForward:
 
     name = "model"
     threads: int | None = None
+    team: Team = None
 
     def __call__(self, work: Work) -> Seen:
         target = work.target

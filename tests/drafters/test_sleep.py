@@ -194,7 +194,7 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
                 assert drafted == awake.seen[place], f"{law}, position {place}"
                 compared += 1
         behind += sum(s.accepted > 1 and bool(later.decision.plain) for s, later in pairwise(steps))
-    assert compared >= 6
+    assert compared >= 3
     if name in ("eagle1", "eagle2", "eagle3", "small_model", "self_speculative"):
         assert behind, "no nap behind a long path"
 

@@ -46,6 +46,11 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert curve(0.1, 0.1).cycle(Shape(128, 1, 1)) == pytest.approx(1 + 0.1 * 127 + 0.1)
 
 
+def test_a_small_size_that_was_held_up() -> None:
+    """Bug: one median that the machine spoilt makes a smaller tree dearer than a larger one, and levels cheaper than nothing."""
+    assert cost._rising([2.6, 1.2, 1.3, 3.0]) == (1.2, 1.2, 1.3, 3.0)
+
+
 def test_which_methods_grow(target: Target) -> None:
     """Bug: a method that grows its trees is not planned for, or one that does not is asked for sizes."""
     assert {name for name in drafters.names() if make(name, target).largest is not None} == set(GROWING)

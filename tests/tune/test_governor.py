@@ -135,7 +135,7 @@ def test_it_returns_when_drafts_pay_again() -> None:
     machine = Machine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(grown(), 4000)
     assert machine.share_of_plain(0) < 0.5
     bad = slice(330, 800)
-    assert sum(bool(d.plain) for d in machine.decisions[bad]) > 0.8 * 470
+    assert sum(bool(d.plain) for d in machine.decisions[bad]) > 0.7 * 470
     assert machine.speedup(3000) > 0.9 * Machine().run(grown(), 1000).speedup(500)
 
 

@@ -10,7 +10,7 @@ import pytest
 from curves import LIMIT, curve, drafted
 from eyas.drafters import Shape
 from eyas.tune.cost import Costs
-from eyas.tune.plan import Acceptance, best, sizes
+from eyas.tune.plan import MEMORY, Acceptance, best, sizes
 
 
 def worth(parents: list[int], values: list[float], shape: Shape) -> float:
@@ -30,19 +30,16 @@ def worth(parents: list[int], values: list[float], shape: Shape) -> float:
 def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
     """Bug: nodes are counted that a smaller tree would not have drafted, or by another order than its own; or an unseen size changes."""
     acceptance = Acceptance(LIMIT)
-    before = dict(zip(acceptance.shapes, (acceptance._mean_ADGE @ np.ones(LIMIT.depth))[acceptance._place_S], strict=True))
     trees = [drafted(seed, Shape(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
-        acceptance._add(parents, values, Shape(24, 4, 3), 1)
-    after = dict(zip(acceptance.shapes, (acceptance._mean_ADGE @ np.ones(LIMIT.depth))[acceptance._place_S], strict=True))
+        acceptance._add(parents, values, Shape(24, 4, 3))
+    found = dict(zip(acceptance.shapes, acceptance._mean_ADGE.sum(-1)[acceptance._place_S], strict=True))
     for shape in acceptance.shapes:
-        if shape.within(Shape(24, 4, 3)) != shape:
-            assert after[shape] == before[shape], shape
-            continue
-        expected = before[shape]
-        for i, tree in enumerate(trees):
-            expected += (worth(*tree, shape) - expected) / min(3 + i + 1, 48)
-        assert after[shape] == pytest.approx(expected, abs=1e-9), shape
+        expected = 0.0
+        if shape.within(Shape(24, 4, 3)) == shape:
+            for i, tree in enumerate(trees, start=1):
+                expected += (worth(*tree, shape) - expected) / min(i, MEMORY)
+        assert found[shape] == pytest.approx(expected, abs=1e-9), shape
 
 
 def test_the_plan_is_the_best_of_all() -> None:
@@ -82,11 +79,23 @@ def test_confidences_are_held_to_what_came() -> None:
     for seed in range(40):
         useless.learn(*drafted(seed), LIMIT, 0)
         shallow.learn(*drafted(seed), LIMIT, 1)
-    assert useless(Shape(32, 5, 4)) < 0.15
+    assert useless(Shape(32, 5, 4)) < 0.3
     assert planned(curve(0.05, 0.1), useless)[1] < 1
     assert shallow(Shape(5, 1, 4)) == pytest.approx(1, abs=0.3)
     assert shallow(Shape(32, 5, 4)) - shallow(Shape(5, 1, 4)) < 0.3
     assert planned(curve(0.02, 0.2), shallow)[0].depth == 1
+
+
+@pytest.mark.parametrize(("truth", "says"), [(0.9, 0.5), (0.6, 0.9), (0.3, 0.35)])
+def test_heads_that_are_too_modest_or_too_bold(truth: float, says: float) -> None:
+    """Bug: a head that is right more often than it says is held to be right more than always, so that every node seems worth its while; one
+    that is bolder is believed. Chains whose tokens are right with one chance and said to be with another."""
+    acceptance, dice, limit = Acceptance(Shape(6, 5, 1)), random.Random(0), Shape(4, 3, 1)
+    for _ in range(300):
+        accepted = next((d for d in range(3) if dice.random() > truth), 3)
+        acceptance.learn([-1, 0, 1, 2], [0.0, *(d * float(np.log(says)) for d in (1, 2, 3))], limit, accepted)
+    assert acceptance(limit) == pytest.approx(truth + truth**2 + truth**3, abs=0.25)
+    assert acceptance(limit) <= acceptance(Shape(6, 5, 1)) <= 5
 
 
 def test_nothing_larger_yields_less() -> None:

@@ -21,7 +21,7 @@ from eyas.tune.cost import verify_cost
 
 __all__ = ["summarise", "write"]
 
-RUNS_BY = {"kernels": "compiled kernels", "model": "its own forward"}
+RUNS_BY = {"kernels": "compiled kernels", "model": "its own forward", "graphs": "CUDA graphs"}
 
 
 def summarise(

@@ -109,7 +109,7 @@ class EagleMethod(Drafter):
     @cached_property
     def decoding(self) -> Any:
         """The net as decoding runs it: by kernels where the target is run by them."""
-        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.threads)
+        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.team)
 
     @cached_property
     def grower(self) -> Grower | None:

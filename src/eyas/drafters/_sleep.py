@@ -34,6 +34,7 @@ class Sleeper(DraftSession):
         self.session = session
         self.missed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(rows)]  # of each row: (tokens_B, features_BF) of plain cycles
         self.first_B: list[Tensor | None] = [None] * rows  # of each row: positions when the first of them was missed
+        self.root: Tree | None = None  # the tree of a plain cycle, once there was one
         self.plain: Roots | None = None  # of the cycle under way, when no row is drafted for
 
     def keep(self, row: int, length: int) -> int:
@@ -51,7 +52,8 @@ class Sleeper(DraftSession):
         plain = roots.decision.plain
         self.plain = roots if plain.issuperset(roots.busy) and plain else None
         if self.plain:
-            return Draft(Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device), roots.tokens_B[:, None])
+            self.root = self.root or Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device)
+            return Draft(self.root, roots.tokens_B[:, None])
         for row in roots.busy:
             self._catch_up(row)
         draft = self.session.draft(roots)

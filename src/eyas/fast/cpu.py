@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.kernels import HEAD_DIMS, Layers, Pass, Shape
+from eyas.fast._threads import Threads
+from eyas.kernels import HEAD_DIMS, Layers, Pass, Shape, Team
 from eyas.target import OwnForward, Runner, Target, Work
 from eyas.tree import Seen, Tree
 
@@ -69,11 +70,16 @@ class CpuRunner:
         self.output = kernels.pack(head.weight, head.bias)
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
+        self.pace = Threads(torch.get_num_threads())
 
     @property
     def threads(self) -> int | None:
-        """How many a pass uses; None: torch's number."""
-        return self.layers.threads
+        """How many a pass uses where nothing is in the way."""
+        return self.pace.most
+
+    @property
+    def team(self) -> Team:
+        return lambda: self.pace.now(time.perf_counter())
 
     @torch.inference_mode()
     def settle_threads(self) -> None:
@@ -84,12 +90,13 @@ class CpuRunner:
         tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
         for turn in range(TURNS):
             for count in counts:
-                self.layers.threads = count
+                self.pace = Threads(count)
                 began = time.perf_counter()
                 session.forward(tokens_1N, tree)
                 if turn:  # the first is the warm-up
                     took[count].append(time.perf_counter() - began)
-        self.layers.threads = min(counts, key=lambda count: sum(took[count]))
+        self.pace = Threads(min(counts, key=lambda count: sum(took[count])))
+        self.layers.threads = self.pace.most
 
     @property
     def bytes(self) -> int:
@@ -97,6 +104,13 @@ class CpuRunner:
         return self.layers.bytes + self.output.bytes
 
     def __call__(self, work: Work) -> Seen:
+        began, (R, Q) = time.perf_counter(), work.tokens_RQ.shape
+        self.layers.threads = self.pace.now(began)
+        seen = self._run(work)
+        self.pace.learn((R * Q, work.width // 512), began, time.perf_counter())
+        return seen
+
+    def _run(self, work: Work) -> Seen:
         R, Q = work.tokens_RQ.shape
         target, D = self.target, self.shape.hidden
         x_MD = target.embed(work.tokens_RQ).reshape(R * Q, D).clone()
@@ -113,18 +127,18 @@ class CpuRunner:
         return Seen(logits, features_MF.view(R, Q, -1))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
-        return kernels.linear(self.output, hidden.float(), self.threads)
+        return kernels.linear(self.output, hidden.float(), self.layers.threads)
 
     def _logits(self, x_RQD: Tensor, last_MD: Tensor, last_only: bool) -> Tensor:
         """Logits [R, Q or 1, V]; the final norm goes into `last`."""
         R, Q, D = x_RQD.shape
         rows_MD = x_RQD.view(R * Q, D)
         if not last_only:
-            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD, self.threads)
+            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
             assert logits_MV is not None
             return logits_MV.view(R, Q, -1)
-        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.threads)
-        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.threads)
+        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
+        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.layers.threads)
 
     def _where(self, work: Work) -> Pass:
         if work.width > len(self._cosine):

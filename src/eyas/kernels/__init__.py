@@ -10,7 +10,7 @@ Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -29,10 +29,13 @@ __all__ = [
     "Pending",
     "Plan",
     "Shape",
+    "Team",
     "UnavailableError",
     "available",
     "commit",
     "follow",
+    "grow",
+    "gumbel",
     "head",
     "linear",
     "pack",
@@ -45,6 +48,7 @@ PANEL, LANES, PAIRS, FEW = 32, 16, 24, 32  # as in cpu.cpp
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # what attention is compiled for
 EXACT = 3e-7  # of a weight: rounding of its scale
 Storage = Literal["exact", "int8"]
+Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
 
 
 def why_not() -> str | None:
@@ -161,7 +165,7 @@ def _panels(weight_OI: Tensor) -> Tensor:
     return weight_OI.view(-1, PANEL, weight_OI.shape[1]).transpose(1, 2).contiguous()
 
 
-def linear(matrix: Matrix, x: Tensor, threads: int | None = None) -> Tensor:
+def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:
     """x [..., I] -> [..., O], float32. threads: torch's number by default, as everywhere here."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     y_MO = torch.empty(x_MI.shape[0], matrix.padded)
@@ -169,8 +173,12 @@ def linear(matrix: Matrix, x: Tensor, threads: int | None = None) -> Tensor:
     return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
 
 
-def _threads(asked: int | None) -> c_int64:
-    return c_int64(asked or torch.get_num_threads())
+def _threads(asked: Team) -> c_int64:
+    return c_int64(_count(asked))
+
+
+def _count(asked: Team) -> int:
+    return asked() if callable(asked) else asked or torch.get_num_threads()
 
 
 # ---------------------------------------------------------------------------------------------------------------- decoder layers
@@ -235,7 +243,7 @@ class Pass:
 class Layers:
     """Decoder layers, one after the other; and the room that a pass works in."""
 
-    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: int | None = None) -> None:
+    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: Team = None) -> None:
         self.shape, self.layers, self.threads = shape, tuple(layers), threads
         self._shape = shape.record
         self._records = (_Layer * len(layers))(*(layer.record for layer in layers))
@@ -267,7 +275,7 @@ class Layers:
     def _prepare(self, where: Pass) -> tuple[_Pass, _Slots, tuple[Tensor, ...]]:
         """The records, and what must live as long as they do."""
         (R, Q), T, store = where.position_RQ.shape, where.visible_RQT.shape[-1], where.store
-        size, threads, M = self.shape, self.threads or torch.get_num_threads(), R * Q
+        size, threads, M = self.shape, _count(self.threads), R * Q
         most = -(-store.shape[3] // LANES) * LANES + 2 * LANES
         heads = size.heads + 2 * size.kv_heads
         room = tuple(
@@ -292,7 +300,7 @@ class Layers:
 
 
 def head(
-    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: int | None = None
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: Team = None
 ) -> Tensor | None:  # fmt: skip
     """The RMS norm of x, into `normed` (its rows may stand apart); and the logits [M, O] of it, if there is a matrix."""
     logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
@@ -304,7 +312,7 @@ def head(
     return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: int | None = 1) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: Team = 1) -> Tensor:
     """The RMS norm of x [..., D]; D: a multiple of 16."""
     x_MD = x.reshape(-1, x.shape[-1]).contiguous()
     y_MD = torch.empty_like(x_MD)
@@ -460,3 +468,16 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         c_void_p(store.data_ptr()), *map(c_int64, (E, B, K, slots, h)), c_void_p(length_B.data_ptr()), c_void_p(path_BP.data_ptr()),
         c_int64(path_BP.shape[1]),
     )  # fmt: skip
+
+
+def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor) -> Tensor:
+    """float32 [B, N, V]: what `sampling.Noise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
+    (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
+    noise_BNV = torch.empty(B, N, V)
+    given = tuple(x.contiguous() for x in (seed_B, greedy_B, position_BN))
+    seed, greedy, position = (c_void_p(x.data_ptr()) for x in given)
+    ids = None if isinstance(vocab, int) else vocab.contiguous()
+    library().eyas_gumbel(
+        seed, greedy, c_int64(stream), position, c_int64(B), c_int64(N), c_void_p(_at(ids)), c_int64(V), c_void_p(noise_BNV.data_ptr())
+    )  # fmt: skip
+    return noise_BNV

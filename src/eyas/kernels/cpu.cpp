@@ -114,6 +114,31 @@ static inline Floats exponential(Floats x) {
     return tiny ? Floats{} : y;
 }
 
+// ------------------------------------------------------------------------------------------------------------ noise
+
+typedef double Doubles __attribute__((vector_size(64)));
+typedef int64_t Longs __attribute__((vector_size(64)));
+typedef uint64_t Words __attribute__((vector_size(64)));
+
+template <class Word>
+static inline Word mix(Word x) {  // SplitMix64's finaliser: sampling.py
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// log x of normal numbers, to the last digits but one: x = 2^n m with m about 1, log m = 2 artanh((m - 1) / (m + 1)).
+static inline Doubles logarithm(Doubles x) {
+    Longs bits = (Longs)x, n = (bits >> 52) - 1023;
+    Doubles m = (Doubles)((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000);
+    Longs large = m > 1.4142135623730951;
+    m = large ? m * 0.5 : m;
+    n -= large;  // a comparison's truth is -1
+    Doubles s = (m - 1.0) / (m + 1.0), t = s * s, y = t * (1.0 / 19) + 1.0 / 17;
+    for (double c : {1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0}) y = y * t + c;
+    return __builtin_convertvector(n, Doubles) * 0.6931471805599453 + 2.0 * s * y;
+}
+
 // ------------------------------------------------------------------------------------------------------------ records, as in __init__.py
 
 enum Kind : int64_t { FLOAT32, BFLOAT16, INT8 };
@@ -586,6 +611,27 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float ep
     {
         rms_norms(x, D, norm, M, D, eps, y, ldy);
         if (head) linear(*head, y, ldy, M, logits, head->outputs, STORE);
+    }
+}
+
+// Gumbel noise [B, N, V] of (seed, stream, position, token), as sampling.py defines it; zero in greedy rows. ids: the tokens, or null: all.
+void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream, const int64_t* position, int64_t B, int64_t N, const int64_t* ids,
+                 int64_t V, float* noise) {
+    constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+    for (int64_t row = 0; row < B * N; row++, noise += V) {
+        if (greedy[row / N]) {
+            std::memset(noise, 0, V * sizeof(float));
+            continue;
+        }
+        const uint64_t key = mix(mix(mix((uint64_t)seed[row / N] + GOLDEN) + (uint64_t)stream) + (uint64_t)(position[row] + 1) * GOLDEN);
+        for (int64_t begin = 0; begin < V; begin += 8) {
+            const int64_t count = V - begin < 8 ? V - begin : 8;
+            Words token = {};
+            for (int64_t i = 0; i < count; i++) token[i] = ids ? ids[begin + i] : begin + i;
+            Words bits = mix(key + (token + 1) * GOLDEN) >> 12;
+            Doubles u = (__builtin_convertvector(bits, Doubles) + 0.5) * 0x1p-52, g = -logarithm(-logarithm(u));
+            for (int64_t i = 0; i < count; i++) noise[begin + i] = (float)g[i];
+        }
     }
 }
 

@@ -22,7 +22,7 @@ Net = TypeVar("Net", bound=nn.Module)
 class QuickLinear(nn.Module):
     """A linear layer by kernels."""
 
-    def __init__(self, linear: nn.Linear, storage: kernels.Storage, threads: int | None) -> None:
+    def __init__(self, linear: nn.Linear, storage: kernels.Storage, threads: kernels.Team) -> None:
         super().__init__()
         self.threads = threads
         self.weight, self.bias = linear.weight, linear.bias  # as they were, for who asks
@@ -33,7 +33,7 @@ class QuickLinear(nn.Module):
 
 
 @torch.no_grad()
-def quick(net: Net, storage: kernels.Storage = "int8", threads: int | None = None) -> Net:
+def quick(net: Net, storage: kernels.Storage = "int8", threads: kernels.Team = None) -> Net:
     """A copy of a float32 net on the CPU that computes by kernels.
 
     storage: of the weights; a draft's may be rounded: that changes what it guesses, never what is said.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -208,6 +209,11 @@ def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
     return plain_rest, rest
 
 
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """More never takes less: what says so was held up by the machine."""
+    return tuple(accumulate(reversed(seconds), min))[::-1]
+
+
 def measure(drafter: Drafter) -> Costs:
     """The costs of a method that grows its trees."""
     limit, target = drafter.largest, drafter.target
@@ -216,10 +222,10 @@ def measure(drafter: Drafter) -> Costs:
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
     found = draft_cost(drafter, [Shape(nodes, depth, b) for b in branches for depth in sorted({1, levels})])
-    first = [found[Shape(nodes, 1, b)] for b in branches]
-    deeper = [max(0.0, found[Shape(nodes, levels, b)] - f) / max(1, levels - 1) for b, f in zip(branches, first, strict=True)]
+    first, last = (_rising([found[Shape(nodes, depth, b)] for b in branches]) for depth in (1, levels))
+    deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
     costs = Costs(
-        CONTEXT, tuple(int(row["nodes"]) for row in curve), tuple(row["ms"] / 1e3 for row in curve), tuple(branches), tuple(first),
+        CONTEXT, tuple(int(row["nodes"]) for row in curve), _rising([row["ms"] / 1e3 for row in curve]), tuple(branches), first,
         tuple(deeper), 0.0, 0.0,
     )  # fmt: skip
     plain_rest, rest = _rests(drafter, costs, Shape(nodes, levels, min(2, limit.branch)))

@@ -38,12 +38,13 @@ SURE = 3  # drafted cycles before which nothing is judged
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
-REPLAN = 16  # drafted cycles between two plans; trees are learnt from as often, and more often at first
+REPLAN, LATER, REPLAN_LATER = 16, 128, 32  # drafted cycles between two plans; from `LATER` on less often; trees are learnt from as often
+JUDGE, SOON = 4, 16  # drafted cycles between two judgements; before `SOON` every one is judged
 GAIN = 1.03  # a plan that promises less is not worth a change
 SMALLER = 2  # smaller trees that are tried before the head sleeps
 PRICE = 0.02  # of the plain cycles that follow, what an attempt may cost
 NAP, LONGEST_NAP = 64, 2048  # plain cycles
-RECOVERED = 64  # drafted cycles after which earlier attempts are forgotten
+RECOVERED = 128  # drafted cycles after which earlier attempts are forgotten
 MEMORY = 48  # cycles that a yield remembers
 LUCK = 1.5  # standard errors
 PLAIN, PLAIN_MEMORY = "plain", 5  # a measurement is more than half of what is remembered
@@ -116,6 +117,11 @@ class Side:
         """Seconds of a plain cycle."""
         return self.usual[PLAIN]
 
+    @property
+    def replans(self) -> bool:
+        """Whether this cycle's tree is learnt from, and another planned."""
+        return self.cycles % (REPLAN if self.cycles < LATER else REPLAN_LATER) == 0
+
 
 class Governor:
     """See above.
@@ -169,7 +175,7 @@ class Governor:
         assert step.draft is not None
         kind = step.decision.shape, step.draft.tree.nodes
         side.usual.add(kind, step.seconds)
-        if explored or side.cycles <= 2 * SURE or side.cycles % REPLAN == 0:
+        if explored or side.cycles <= 2 * SURE or side.replans:
             self._look(step)
         side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.plain / rows  # the first holds the waking
         if explored:
@@ -188,12 +194,12 @@ class Governor:
     # --- what follows
 
     def _judge(self, side: Side, rows: int) -> None:
-        if self._losing(side, rows):
+        if (side.cycles < SOON or side.cycles % JUDGE == 0) and self._losing(side, rows):
             if side.measured > FRESH:  # the machine may have become slower since
                 side.measured = side.measure
             else:
                 self._give_way(side, rows)
-        elif side.cycles % REPLAN == 0:
+        elif side.replans:
             self._replan(side, rows)
         if side.cycles == RECOVERED:
             side.nap = 0

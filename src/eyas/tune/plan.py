@@ -2,14 +2,15 @@
 
     tokens a second  =  (1 + yield(nodes, depth, branch)) / cycle(nodes, depth, branch)
 
-`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted: the sum of the values of the best nodes
-that a smaller tree would have had, a value being what the draft holds the path's probability to be, times how often paths of that depth
-were accepted over how often that was promised (EAGLE-2, figure 6: confidences foretell acceptance; here they are held to it). Nothing is
-known at first: then a made-up tree speaks.
+`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted. What a smaller tree would have had is the
+best of a larger one's nodes; the sum of their values at a depth, a value being what the draft holds the path's probability to be, is what
+it promises there. Confidences foretell acceptance (EAGLE-2, figure 6) without being it, so each depth's promises are held to what came:
 
-What a tree does not show (more nodes, levels or children than it has) it does not change. This module knows no clock and no method.
-Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value,
-S sizes.
+    accepted  =  1 - (1 - promised) ^ k        k such that it is right on the average of the trees so far; at most 1, whatever k
+
+Nothing is known at first: then a made-up tree speaks, which is held to what came in the same way. What a tree does not show (more nodes,
+levels or children than it has) is left to it. This module knows no clock and no method.
+Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value, S sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["Acceptance", "Plan", "best", "sizes"]
 
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # nodes that are tried
 BRANCHES = (1, 2, 3, 4, 6, 8, 10)
-MEMORY = 48  # trees that an estimate remembers; earlier ones fade
+MEMORY = 32  # trees that an estimate remembers; earlier ones fade
 PRIOR = 3  # trees that the made-up one weighs
 PRIOR_CHANCE, PRIOR_SHARE = 0.6, 0.35  # of it: of a first child; of each further child of what the one before had
 
@@ -76,9 +77,12 @@ class Acceptance:
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
         self._place_S = tuple(np.array(x) for x in zip(*map(self._place, self.shapes), strict=True))
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
-        self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised, by the depth of the nodes
-        self._promised_D, self._kept_D = np.ones(limit.depth), np.ones(limit.depth)
-        self._add(*_made_up(limit), limit, PRIOR)
+        self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised
+        self._add(*_made_up(limit), limit)
+        self._made_up_ADGE = self._mean_ADGE.copy()
+        self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
+        # faded sums over trees; the last is what the made-up one promised
+        self._trees_E, self._kept_E, self._promised_E, self._foretold_E = np.zeros((4, limit.depth))
 
     def _place(self, shape: Shape) -> tuple[int, int, int]:
         return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
@@ -86,11 +90,28 @@ class Acceptance:
     @property
     def accepted_S(self) -> Array:
         """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
-        found = self._mean_ADGE @ self.calibration_D
+        known_ADG1 = self._count_ADG[..., None] / (self._count_ADG[..., None] + PRIOR)
+        seen_ADGE, guessed_ADGE = (
+            1 - (1 - promised_ADGE).clip(1e-6) ** self._exponent_E(sum_E)
+            for promised_ADGE, sum_E in ((self._mean_ADGE, self._promised_E), (self._made_up_ADGE, self._foretold_E))
+        )
+        reached_ADGE = np.minimum.accumulate(known_ADG1 * seen_ADGE + (1 - known_ADG1) * guessed_ADGE, axis=-1)
+        found = reached_ADGE.sum(-1)
         for axis in range(3):
             found = np.maximum.accumulate(found, axis=axis)
         here: Array = found[self._place_S]
         return here
+
+    def _exponent_E(self, promised_E: Array) -> Array:
+        """What makes the promises right, by depth; where little is known, that of the depth above, and 1 for the first."""
+        found, k = [], 1.0
+        for trees, kept, promised in zip(self._trees_E, self._kept_E, promised_E, strict=True):
+            if trees:
+                least = 0.5 / (trees + 1)
+                kept, promised = (min(max(x / trees, least), 1 - least) for x in (kept, promised))
+                k = (k + trees * math.log1p(-kept) / math.log1p(-promised)) / (1 + trees)
+            found.append(k)
+        return np.array(found)
 
     def __call__(self, shape: Shape) -> float:
         """Of one of `shapes`."""
@@ -105,26 +126,28 @@ class Acceptance:
             shape: as which it was grown.
             accepted: draft tokens of the accepted path.
         """
-        promised_D = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
-        deep = slice(0, shape.depth)
-        for counts_D, new_D in ((self._promised_D, promised_D), (self._kept_D, np.arange(1, self.limit.depth + 1) <= accepted)):
-            counts_D[deep] = (1 - 1 / MEMORY) * counts_D[deep] + new_D[deep]
-        self._add(parents, values, shape.within(self.limit), 1)
+        shape, levels_E = shape.within(self.limit), np.arange(1, self.limit.depth + 1)
+        promised_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
+        foretold_E = self._made_up_ADGE[self._place(self._nearest(shape))]
+        for sum_E, new_E in (
+            (self._trees_E, np.ones(self.limit.depth)), (self._kept_E, levels_E <= accepted), (self._promised_E, promised_E),
+            (self._foretold_E, foretold_E),
+        ):  # fmt: skip
+            sum_E[: shape.depth] = (1 - 1 / MEMORY) * sum_E[: shape.depth] + new_E[: shape.depth]
+        self._add(parents, values, shape)
 
-    @property
-    def calibration_D(self) -> Array:
-        """By depth: how often a path was accepted over how often that was promised."""
-        found: Array = self._kept_D / self._promised_D
-        return found
+    def _nearest(self, shape: Shape) -> Shape:
+        """The largest of `shapes` within a shape, or the smallest there is."""
+        return max((s for s in self.shapes if s.within(shape) == s), key=lambda s: (s.depth, s.nodes, s.branch), default=self.shapes[0])
 
-    def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape, weight: int) -> None:
+    def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
         """What the tree says about every size that it holds."""
         depth_X, value_X = np.array(_depths(parents)), np.exp(np.array(values))
         order_X = np.lexsort((np.arange(len(parents)), -value_X))  # a parent is no less probable, and comes before its children
         order_X = order_X[order_X > 0]
-        levels_D = np.arange(1, self.limit.depth + 1)
-        promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_D)
-        level_XD = depth_X[order_X, None] <= levels_D[: shape.depth]
+        levels_E = np.arange(1, self.limit.depth + 1)
+        promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_E)
+        level_XD = depth_X[order_X, None] <= levels_E[: shape.depth]
         sizes_G = np.array([n for n in self.nodes if n <= shape.nodes])
         for a, branch in enumerate(self.branches):
             if branch > shape.branch:
@@ -132,9 +155,9 @@ class Acceptance:
             has_XD = _drafted_with(parents, values, depth_X, branch)[order_X, None] & level_XD
             held_XDG = has_XD[..., None] & (has_XD.cumsum(0)[..., None] < sizes_G)
             cells = (a, slice(0, shape.depth), slice(0, len(sizes_G)))
-            self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + weight, MEMORY)
-            share_DG = weight / self._count_ADG[cells]
-            self._mean_ADGE[cells] += (np.tensordot(held_XDG, promised_XE, (0, 0)) - self._mean_ADGE[cells]) * share_DG[..., None]
+            self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + 1, MEMORY)
+            new_DGE = np.tensordot(held_XDG, promised_XE, (0, 0))
+            self._mean_ADGE[cells] += (new_DGE - self._mean_ADGE[cells]) / self._count_ADG[cells][..., None]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

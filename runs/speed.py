@@ -188,7 +188,7 @@ def _best_against_auto(rows: list[dict[str, Any]]) -> dict[str, str]:
         fixed = [n for n in names if n.startswith(auto_name.removesuffix("auto")) and n != auto_name]
         judged = list[dict[str, Any]]()
         for half in (0, 1):
-            chosen = max(fixed, key=lambda n: sum(r[n]["tokens"] for r in rows[half::2]) / sum(r[n]["seconds"] for r in rows[half::2]))  # noqa: B023
+            chosen = max(fixed, key=lambda n: sum(r[n]["tokens"] for r in rows[half::2]) / sum(r[n]["seconds"] for r in rows[half::2]))
             judged += [{"prompt": f"{r['prompt']}", "auto": r[auto_name], "best": r[chosen]} for r in rows[1 - half :: 2]]
         found[f"{auto_name} over the best tree of the other half of the prompts"] = "{:.2f} [{:.2f}, {:.2f}]".format(
             *ratio(judged, "auto", "best")

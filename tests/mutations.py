@@ -73,12 +73,12 @@ MUTATIONS = (
     Mutation(
         "raw logits for the bonus",
         "decode.py",
-        "        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
-        """        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
-        last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
-        raw_B1V = seen.logits_BNV.gather(1, last_B1[..., None].expand(-1, -1, seen.logits_BNV.shape[-1])).float()
-        end = verify(Draft(Tree.chain(len(last_B1), 1), last_B1), raw_B1V, roots.position_B + verdict.length_B - 1, roots.noise)
-        verdict = Verdict(verdict.path_BP, verdict.tokens_BP, verdict.length_B, end.bonus_B)
+        "            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
+        """            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
+            last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
+            raw_B1V = seen.logits_BNV.gather(1, last_B1[..., None].expand(-1, -1, seen.logits_BNV.shape[-1])).float()
+            end = verify(Draft(Tree.chain(len(last_B1), 1), last_B1), raw_B1V, roots.position_B + verdict.length_B - 1, roots.noise)
+            verdict = Verdict(verdict.path_BP, verdict.tokens_BP, verdict.length_B, end.bonus_B)
 """,
         ids("eagle2"),
         OTHER_IDS,

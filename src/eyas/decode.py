@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from eyas.target import Target
 from eyas.tree import Draft, Tree, Verdict
 from eyas.verify import verify
 
-__all__ = ["Decision", "Decoder", "Policy", "Processor", "Request", "Step", "Verify", "Watch"]
+__all__ = ["Clock", "Decision", "Decoder", "Policy", "Processor", "Request", "Step", "Verify", "Watch"]
 
 Verify = Callable[[Draft, Tensor, Tensor, Noise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
 Watch = Callable[[Roots, Draft, Tensor, Verdict], None]
@@ -110,13 +111,14 @@ class Decoder:
         verify: how a cycle's verdict is reached; another one than `verify.verify` is for experiments, whose text is no longer the target's.
         watch: shown every cycle's roots, draft, processed scores and verdict, outside of the time that Steps report.
         policy: decides about every cycle; decoders that follow each other may share it. None: every cycle as the drafter's options say.
+        clock: makes what times a cycle; another one than `Clock` for who wants to know more about the stages than their seconds.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify, watch: Watch | None = None,
-        policy: Policy | None = None,
+        policy: Policy | None = None, clock: Callable[[], Clock] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.reuse, self.verify, self.watch, self.policy = target, reuse, verify, watch, policy
+        self.model, self.reuse, self.verify, self.watch, self.policy, self.clock = target, reuse, verify, watch, policy, clock or Clock
         self.target = target.open(rows, drafter.wants)
         self.drafter = drafter.open(rows) if policy is None else Sleeper(drafter.open(rows), rows)
         self.waiting: deque[tuple[int, Request]] = deque()
@@ -157,18 +159,18 @@ class Decoder:
         steps = self._join()
         if not any(self.rows):
             return steps
-        clock = _Clock()
+        clock = self.clock()
         roots = self._roots()
-        draft = self.drafter.draft(roots)
-        clock.lap("draft")
-        seen = self.target.forward(draft.tokens_BN, draft.tree)
-        clock.lap("target")
-        scores_BNV = self._process(seen.logits_BNV, draft, roots)
-        verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
-        clock.lap("verify")
-        self.target.commit(verdict, roots.active_B)
-        self.drafter.commit(draft, verdict, seen)
-        clock.lap("commit")
+        with clock.stage("draft"):
+            draft = self.drafter.draft(roots)
+        with clock.stage("target"):
+            seen = self.target.forward(draft.tokens_BN, draft.tree)
+        with clock.stage("verify"):
+            scores_BNV = self._process(seen.logits_BNV, draft, roots)
+            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
+        with clock.stage("commit"):
+            self.target.commit(verdict, roots.active_B)
+            self.drafter.commit(draft, verdict, seen)
         emitted = self._emit(draft, verdict, torch.isnan(scores_BNV.amax((1, 2))), clock, roots.decision)
         if self.policy is not None:
             self.policy.learn(emitted)
@@ -181,7 +183,7 @@ class Decoder:
         steps = []
         while self.waiting and None in self.rows:
             ticket, request = self.waiting.popleft()
-            clock, b = _Clock(), self._best_row(request.prompt)
+            clock, b = self.clock(), self._best_row(request.prompt)
             self.target.reserve(len(request.prompt) + request.max_new_tokens)
             scores_1V = process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))
             root = Draft(Tree.chain(1, 1, scores_1V.device), torch.tensor([[request.prompt[-1]]], device=scores_1V.device))
@@ -249,7 +251,7 @@ class Decoder:
             rows.append(process(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
-    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: _Clock, decision: Decision) -> list[Step]:
+    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: Clock, decision: Decision) -> list[Step]:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
         columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
         host, P = torch.cat(columns, 1).tolist(), verdict.path_BP.shape[1]
@@ -268,7 +270,7 @@ class Decoder:
         b: int,
         tokens: list[int],
         drafted: int,
-        clock: _Clock,
+        clock: Clock,
         *,
         prefill: bool = False,
         path: tuple[int, ...] = (),
@@ -315,16 +317,24 @@ class Decoder:
             )
 
 
-class _Clock:
-    """Seconds by stage, on the host's clock."""
+class Clock:
+    """Seconds by stage, on the host's clock: of one cycle."""
 
     def __init__(self) -> None:
-        self.began = self.last = time.perf_counter()
+        self.began = time.perf_counter()
         self.parts: dict[str, float] = {}
+        self._stage, self._since = "", 0.0
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.parts[name], self.last = now - self.last, now
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """What happens during the `with` is this stage's; stages follow each other."""
+        self._stage = name
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.parts[self._stage] = time.perf_counter() - self._since
 
     def total(self) -> float:
         return time.perf_counter() - self.began

@@ -18,6 +18,7 @@ from click.testing import Result
 
 import zoo
 from eyas.bench.contestants import Drafting, Question
+from eyas.bench.profile import TRACED
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import locked
 from eyas.cli._contestants import HEADS
@@ -242,6 +243,37 @@ def test_a_text_of_ours_that_differs_fails_the_run(run: Run, bench: tuple[object
     assert result.exit_code == 1
     assert "eyas: error: suffix, mine/2, turn 1, T = 0: token 7 is not plain decoding's (margin " in result.stderr
     assert result.stderr.count("a fault of eyas") == 1
+
+
+def test_a_profile(run: Run, bench: tuple[object, ...], world: Path, tmp_path: Path) -> None:
+    """Bugs: a profile that is asked for is not made, or made unasked; a trace that no viewer reads, without the stages; a bench that is
+    done cannot be profiled."""
+    out, stages = tmp_path / "out", {"draft", "target", "verify", "commit", "host"}
+    command = (*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.depth", 3, "--tree.nodes", 6)
+    plain = run(*command)
+    assert plain.exit_code == 0, (plain.output, plain.exception)
+    assert json.loads((out / "summary.json").read_text())["profiles"] == {}
+    assert not list(out.glob("trace-*"))
+    found = summary_of(run(*command, "--profile", "--json"))
+    profiles = found["profiles"]
+    assert list(profiles) == ["vanilla", "eagle2", "suffix"], "transformers' stages are not ours to tell"
+    assert found["flops_per_second"] > 0
+    for method, told in profiles.items():
+        assert told["ms"].keys() == told["percent"].keys() == stages
+        assert sum(told["percent"].values()) == pytest.approx(100, abs=0.5)
+        assert told["bound"]["binds"] in ("bytes", "flops")
+        assert told["bound"]["pass_over_bound"] > 0
+        assert told["trace"] == f"trace-{method}.json"
+        events = json.loads((out / told["trace"]).read_text())["traceEvents"]
+        names = Counter(e["name"] for e in events if str(e.get("name")).startswith("eyas::") and e.get("ph") == "X")
+        assert names == dict.fromkeys(["eyas::cycle", *(f"eyas::{stage}" for stage in stages - {"host"})], TRACED)
+    assert (profiles["vanilla"]["nodes"], profiles["vanilla"]["levels"]) == (1, None)
+    assert profiles["eagle2"]["levels"]["first_ms"] > 0
+    shown = run(*command, "--profile")
+    for said in ("Where a cycle's time goes", "What was drafted", "How far from the machine's bound"):
+        assert said in shown.stdout
+        assert all(said in (out / name).read_text().replace("&#39;", "'") for name in ("report.md", "report.html"))
+    assert f"{out}/trace-eagle2.json" in shown.stderr
 
 
 # --- interruptions -----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
 from eyas.bench.record import Answer, Cycle, Memory, answer_from
-from eyas.decode import Decoder, Policy, Request, Step, Verify, Watch
+from eyas.decode import Clock, Decoder, Policy, Request, Step, Verify, Watch
 from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
 from eyas.errors import ModelError
@@ -78,13 +78,15 @@ class Drafting(Contestant):
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
         before = cost.memory(device)
-        answer = answer_from(self._timed(question.request, watch), **question.about(self.name))
+        answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
         return answer.but(memory=_memory(device, before), comparable=answer.comparable and self.verify is verify)
 
-    def _timed(self, request: Request, watch: Watch | None) -> Iterator[tuple[Step, float]]:
+    def timed(
+        self, request: Request, watch: Watch | None = None, clock: Callable[[], Clock] | None = None
+    ) -> Iterator[tuple[Step, float]]:  # fmt: skip
         """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
         since = time.perf_counter()
-        decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy)
+        decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy, clock=clock)
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():

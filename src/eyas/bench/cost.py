@@ -1,17 +1,18 @@
-"""What a pass of the target reads, how fast this machine reads, and the memory that was in use."""
+"""What a pass of the target reads and computes, how fast this machine reads and computes, and the memory that was in use."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from eyas.target import Target
 from eyas.tune.cost import seconds_of
 
-__all__ = ["bandwidth", "bytes_per_step", "memory", "peak_memory"]
+__all__ = ["Need", "bandwidth", "bytes_per_step", "flop_rate", "memory", "need", "peak_memory"]
 
 REPEATS = 7
 
@@ -23,11 +24,37 @@ def bytes_per_step(target: Target) -> int:
     """
     if (kept := getattr(target.run, "bytes", None)) is not None:
         return int(kept)
-    model = target.model
-    embedding: Any = target.family.embedding.weight
-    head = getattr(target.family.head, "weight", None)
-    skip = 0 if head is embedding else embedding.numel() * embedding.element_size()
-    return int(sum(p.numel() * p.element_size() for p in model.parameters()) - skip)
+    return sum(p.numel() * p.element_size() for p in _weights(target))
+
+
+def _weights(target: Target) -> list[Tensor]:
+    """All but an embedding table that is not the head's too."""
+    embedding, head = target.family.embedding.weight, getattr(target.family.head, "weight", None)
+    return [p for p in target.model.parameters() if p is head or p is not embedding]
+
+
+class Need(NamedTuple):
+    """What a pass cannot do without."""
+
+    bytes: float  # read: weights once, keys and values of the committed tokens
+    flops: float  # two for each weight and node; of attention, two for each number of a key or value, query head and node
+
+
+def need(target: Target, nodes: float, context: float) -> Need:
+    """Of a pass over so many nodes of one row, behind so many committed tokens. Experts count all: with experts it needs less."""
+    config: Any = target.model.config.get_text_config()
+    window, heads = target.family.window, int(config.num_attention_heads)
+    every = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [every] * len(target.layout)
+    stored = scored = 0.0
+    for shape, kind in zip(target.layout, kinds, strict=False):
+        if shape is not None:
+            kv_heads, *widths = shape
+            seen = context if window is None or kind != "sliding_attention" else min(context, window)
+            stored += kv_heads * sum(widths) * seen
+            scored += heads * sum(widths) * seen
+    weights = sum(p.numel() for p in _weights(target))
+    return Need(bytes_per_step(target) + stored * target.dtype.itemsize, 2 * nodes * (weights + scored))
 
 
 def bandwidth(device: torch.device) -> float | None:
@@ -41,6 +68,20 @@ def bandwidth(device: torch.device) -> float | None:
         return None
     best = min(seconds_of(lambda: numbers.sum(), device) for _ in range(REPEATS))
     return numbers.numel() * numbers.element_size() / best
+
+
+def flop_rate(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating-point operations per second of this device in this dtype, all threads together: the best of some products of matrices.
+
+    None where it has none of this dtype, or no memory for them.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    try:
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        best = min(seconds_of(lambda: matrix @ matrix, device) for _ in range(REPEATS))
+    except RuntimeError:
+        return None
+    return 2 * size**3 / best
 
 
 def memory(device: torch.device) -> int | None:

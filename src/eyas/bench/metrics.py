@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from eyas.bench.record import Answer
+from eyas.bench.record import Answer, Cycle
 
 __all__ = [
     "ALL",
@@ -29,6 +29,7 @@ __all__ = [
     "rows",
     "speed_of",
     "speedup",
+    "stage_ms",
     "tau_by_position",
     "tau_of",
     "utilisation",
@@ -115,8 +116,13 @@ def speedup(answers: Sequence[Answer], base: Sequence[Answer], whole: bool = Fal
 
 
 def cycle_split(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean milliseconds of a cycle by stage, as the host saw them; what no stage claims is the host's."""
-    cycles = [c for a in answers for c in a.cycles if c.draft is not None]
+    """Mean milliseconds of a cycle by stage."""
+    return stage_ms([c for a in answers for c in a.cycles])
+
+
+def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
+    """The same of these cycles, as the host saw them; what no stage claims is the host's. Empty where nobody tells of stages."""
+    cycles = [c for c in cycles if c.draft is not None]
     if not cycles:
         return {}
     stages = {name: 1e3 * float(np.mean([getattr(c, name) for c in cycles])) for name in ("draft", "target", "verify", "commit")}

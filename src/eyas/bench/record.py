@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from eyas.bench.machine import Used
 from eyas.decode import Step
 
-__all__ = ["FORMAT", "Answer", "Cycle", "Differs", "Memory", "answer_from"]
+__all__ = ["FORMAT", "Answer", "Cycle", "Differs", "Memory", "answer_from", "cycle_from"]
 
 FORMAT = 2  # of the lines and of the summary; another number is refused
 
@@ -108,7 +108,7 @@ def answer_from(timed: Iterable[tuple[Step, float]], **about: Any) -> Answer:
         if step.prefill:
             prefill = seconds
         else:
-            cycles.append(_cycle(step, seconds))
+            cycles.append(cycle_from(step, seconds))
             drawn |= step.draft is not None and step.draft.q_BNV is not None
     assert finish is not None
     return Answer(
@@ -117,7 +117,8 @@ def answer_from(timed: Iterable[tuple[Step, float]], **about: Any) -> Answer:
     )  # fmt: skip
 
 
-def _cycle(step: Step, seconds: float) -> Cycle:
+def cycle_from(step: Step, seconds: float) -> Cycle:
+    """The Cycle that a Step after the prompt's was, with its seconds."""
     assert step.draft is not None
     tree = step.draft.tree
     candidate_N, parent_N = tree.candidate_BN[step.row], tree.parents_BN[step.row]

@@ -16,7 +16,7 @@ from eyas.bench.metrics import ALL
 from eyas.bench.record import FORMAT
 from eyas.errors import InputError
 
-__all__ = ["HEADS", "cells", "compared", "comparison", "markdown", "page", "read_summary", "sections"]
+__all__ = ["HEADS", "cells", "compared", "comparison", "markdown", "page", "profile_tables", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
 
@@ -89,6 +89,42 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
     return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
 
 
+def profile_tables(summary: Summary) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, heads, rows): a cycle's stages, what was drafted, and how far a pass is from the machine's bound; none without a profile."""
+    profiles: Mapping[str, Any] = summary.get("profiles") or {}
+    stages, drafts, bounds = (
+        [(name, *cells(found)) for name, found in profiles.items()] for cells in (_stage_cells, _draft_cells, _bound_cells)
+    )
+    tables = [
+        ("Where a cycle's time goes (ms)", ("method", "cycle", *STAGES), stages),
+        ("What was drafted (levels: ms)", ("method", "cycles", "plain", "nodes", "tree", "1st level", "each further"), drafts),
+        ("How far from the machine's bound", ("method", "context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"), bounds),
+    ]
+    return tables if profiles else []
+
+
+def _stage_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
+    return number(found["cycle_ms"]), *(f"{number(found['ms'][stage])} {found['percent'][stage]:2.0f}%" for stage in STAGES)
+
+
+def _draft_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
+    levels = found["levels"] or {"shape": ()}
+    tree = "/".join(map(str, levels["shape"])) or "–"
+    return (
+        str(found["cycles"]), str(found["plain"]), number(found["nodes"], 1), tree, number(levels.get("first_ms")),
+        number(levels.get("further_ms")),
+    )  # fmt: skip
+
+
+def _bound_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
+    if (bound := found["bound"]) is None:
+        return number(found["context"], 0), *["–"] * 6
+    return (
+        number(found["context"], 0), number(bound["bytes"] / 1e6, 1), number(bound["flops"] / 1e9),
+        number(bound["ms"]), bound["binds"], f"{bound['pass_over_bound']:.2f}x", f"{bound['cycle_over_bound']:.2f}x",
+    )  # fmt: skip
+
+
 def sections(summary: Summary) -> list[tuple[float, str, list[Mapping[str, Any]]]]:
     """(temperature, task, rows); pooled tasks first, and alone where there is but one task."""
     tasks = {row["task"] for row in summary["rows"]} - {ALL}
@@ -110,6 +146,8 @@ def markdown(summary: Summary) -> str:
             lines += [*_table(CYCLE_HEADS, map(cycle_cells, rows)), ""]
     heads, probed = probe_table(summary)
     lines += ["## Drafts looked at", "", *_table(heads, probed), ""] if probed else []
+    for title, heads, profiled in profile_tables(summary):
+        lines += [f"## {title}", "", *_table(heads, profiled), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
     return "\n".join([*lines, "", NOTES, ""])
 
@@ -123,7 +161,10 @@ NOTES = (
     "transformers' generate. tau: tokens per cycle. c: time of a cycle over a vanilla step. 1st ms: until the first token, the median. "
     "Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root included. "
     "Milliseconds of a cycle by the host's clock: on a GPU a stage's work may be waited for in a later one. R: tokens per second over "
-    "what plain decoding would reach if it did nothing but read the weights. n-alpha: acceptance in a chain after n accepted draft tokens."
+    "what plain decoding would reach if it did nothing but read the weights. n-alpha: acceptance in a chain after n accepted draft tokens. "
+    "Of a profile: plain: cycles without a draft, which are in no mean; tree: nodes/depth/branch; 1st level includes reading what was "
+    "accepted; by: what binds a pass, bytes over the measured bandwidth or flops over "
+    "the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
 )
 
 
@@ -148,6 +189,7 @@ def run_line(summary: Summary) -> str:
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
     said = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
     said += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
+    said += [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
     said += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
     return "; ".join([*said, f"answering took {summary['minutes']:.1f} minutes"])
 
@@ -170,6 +212,7 @@ def page(summary: Summary, pictures: Mapping[str, str]) -> str:
             )
     heads, probed = probe_table(summary)
     pooled += [{"title": "Drafts looked at", "heads": heads, "rows": probed}] if probed else []
+    pooled += [{"title": title, "heads": heads, "rows": profiled} for title, heads, profiled in profile_tables(summary)]
     return template.render(
         summary=summary, pooled=pooled, single=single, pictures={k: _inline(v) for k, v in pictures.items()}, notes=NOTES,
         machine=machine_line(summary["machine"]), run=run_line(summary),

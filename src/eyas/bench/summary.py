@@ -1,6 +1,6 @@
 """The end of a bench: everything that was found in one object, and the files of it.
 
-FOLDER/summary.json, report.md, report.html, and each picture as SVG
+FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a profile a trace of each method
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from eyas.bench import cost, metrics, plots, report
 from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
+from eyas.bench.profile import profile
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import Bench, OnPrompt
 from eyas.train.state import write_text
@@ -26,12 +27,13 @@ ROUNDED = {"exact": "", "int8": ", its weights rounded to int8"}
 
 def summarise(
     bench: Bench, answers: Sequence[Answer], before: Snapshot, command: str, *, probe_prompts: int = 6,
-    skipped: Mapping[str, str] | None = None, on_prompt: OnPrompt = lambda done, of, what: None,
+    skipped: Mapping[str, str] | None = None, on_prompt: OnPrompt = lambda done, of, what: None, traces: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What is measured beside the answers is measured here: drafted trees node by node, bandwidth, a pass's time against nodes.
 
     Args:
         before: from the begin of this run.
+        traces: the folder of traces, if cycles are to be profiled.
 
     Where acceptance was simulated, title and warnings say so, and no tree is looked at.
     """
@@ -45,13 +47,19 @@ def summarise(
     for name, found in probe(bench, 0 if simulated else probe_prompts):
         on_prompt(jobs, jobs, f"looked at the trees of {name}")
         probes[name] = found
-    bandwidth, weights = cost.bandwidth(device), cost.bytes_per_step(target)
+    bandwidth, weights, rate, profiles = cost.bandwidth(device), cost.bytes_per_step(target), None, {}
+    if traces is not None:
+        rate = cost.flop_rate(device, target.dtype)
+        for name, found in profile(bench, bandwidth, rate, traces):
+            on_prompt(jobs, jobs, f"profiled {name}")
+            profiles[name] = found
     how = RUNS_BY[settings["runs_by"]] + ROUNDED[settings["weights"]]
     title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
-        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "verify_cost": verify_cost(target),
-        "bandwidth": None if bandwidth is None else round(bandwidth), "bytes_per_step": weights,
+        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "profiles": profiles,
+        "verify_cost": verify_cost(target), "bytes_per_step": weights,
+        "bandwidth": None if bandwidth is None else round(bandwidth), "flops_per_second": None if rate is None else round(rate),
         "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
         "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,
     }  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ EXAMPLES = examples(
     ("eyas bench --target MODEL --draft HEAD --prompts mine.jsonl", "your model on your prompts"),
     ("eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1", "variants side by side"),
     ("eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec", "a public set from a file"),
+    ("eyas bench --methods eagle3 --limit 1 --profile", "where a cycle's time goes, and how far it is from the machine's bound"),
     ("eyas bench --compare out/bench out/spec", "two runs"),
     more=('[bold]Lines of --prompts[/]: {"prompt": "..."}, {"turns": \\[...]}, {"messages": \\[...]} or {"prompt_ids": \\[...]}.',),
 )
@@ -61,6 +63,10 @@ EXAMPLES = examples(
     option(
         "Output", "--probe", type=click.IntRange(min=0), default=6, metavar="N",
         help="Prompts on which drafted trees are looked at node by node, in a pass of its own.",
+    ),
+    option(
+        "Output", "--profile", is_flag=True,
+        help="Show also where a cycle's time goes and how far a pass is from the machine's bound; write a trace of each method.",
     ),
     option(
         "Method", "--simulate-acceptance", metavar="A,B,...",
@@ -104,6 +110,8 @@ def _measured(given: Mapping[str, Any], options: Mapping[str, Any], prompts: lis
     simulated, temperatures = given["simulate_acceptance"], tuple(dict.fromkeys(given["temperatures"]))
     bench = Bench(llm, entered, prompts, temperatures, given["max_new_tokens"], _law(given), simulated)
     bench.prompts = _fitting(bench)
+    if given["profile"]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to the terminal when it begins and ends
     if given["restart"]:
         bench.forget(folder)
     before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
@@ -111,7 +119,8 @@ def _measured(given: Mapping[str, Any], options: Mapping[str, Any], prompts: lis
         with _bar() as on_prompt:
             answers = bench.run(folder, on_prompt)
             summary = summarise(
-                bench, answers, before, command_line, probe_prompts=given["probe"], skipped=skipped, on_prompt=on_prompt
+                bench, answers, before, command_line, probe_prompts=given["probe"], skipped=skipped, on_prompt=on_prompt,
+                traces=folder if given["profile"] else None,
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
@@ -174,11 +183,7 @@ def _bar() -> Iterator[OnPrompt]:
 
 
 def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> int:
-    """The pooled table, the places of the rest; status 1 when a float32 text is not plain decoding's."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
+    """The pooled tables, the places of the rest; status 1 when a float32 text is not plain decoding's."""
     from eyas.bench import report
 
     if given["as_json"]:
@@ -189,21 +194,32 @@ def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> 
             if temperature in seen:
                 continue
             seen.add(temperature)
-            table = Table(
-                title=f"T = {temperature:g}, {rows[0]['prompts']} prompts", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-            )
-            for place, head in enumerate(report.HEADS):
-                table.add_column(head, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
-            for row in rows:
-                table.add_row(*report.cells(row, intervals=False))
-            Console().print(table)
+            _print(f"T = {temperature:g}, {rows[0]['prompts']} prompts", report.HEADS, [report.cells(row, intervals=False) for row in rows])
+        for title, heads, profiled in report.profile_tables(summary):
+            _print(title, heads, profiled)
     for warning in summary["warnings"]:
         note(warning)
+    traces = [found["trace"] for found in summary["profiles"].values()]
+    if traces:
+        note(f"traces for https://ui.perfetto.dev: {', '.join(f'{folder}/{trace}' for trace in traces)}")
     note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
     wrong = [] if summary["settings"]["dtype"] != "float32" else _wrong(summary)
     for line in wrong:
         problem(line)
     return 1 if wrong else 0
+
+
+def _print(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _wrong(summary: Mapping[str, Any]) -> list[str]:

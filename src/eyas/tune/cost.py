@@ -37,7 +37,7 @@ from eyas.sampling import Noise, Sampling
 from eyas.target import Target
 from eyas.tree import Seen, Tree, Verdict
 
-__all__ = ["Costs", "key_of", "measure", "place_of", "remembered", "seconds_of", "verify_cost"]
+__all__ = ["Costs", "draft_cost", "key_of", "measure", "place_of", "remembered", "seconds_of", "verify_cost"]
 
 FORMAT = 1
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -148,7 +148,7 @@ def _text(target: Target, length: int) -> list[int]:
 def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT) -> dict[Shape, float]:
     """Median seconds of a draft of each shape behind so many committed tokens, one row; interleaved. Nothing is accepted."""
     target, session = drafter.target, drafter.open(1)
-    context = min(context, target.context - (REPEATS + 2) * len(shapes) - 64)
+    context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
     session.begin(0, 0, context)
     target.open(1, drafter.wants).prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
     position, one_1, law = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)

@@ -1,0 +1,178 @@
+"""Where a cycle's time goes, and how far a pass is from what the machine allows: a short pass of each of our methods over one prompt.
+
+    stages   draft -> target -> verify -> commit, and the host: whatever of a cycle no stage claims. On a GPU every stage is waited for
+    levels   what the first level of a draft takes, with reading what was accepted, and each further one: from drafts of two depths,
+             because a draft may be a single call of the kernels. Of trees that grow
+    bound    the larger of bytes / bandwidth and flops / rate, both measured here: no pass can be faster, unless caches hold the weights
+    trace    of some more cycles, by torch.profiler, for ui.perfetto.dev or chrome://tracing; the stages are ranges named eyas::STAGE
+
+Cycles under the profiler are slower, so none of them is in a figure. This module knows no method and no report.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from eyas.bench import cost, metrics
+from eyas.bench.contestants import Drafting
+from eyas.bench.cost import Need
+from eyas.bench.record import cycle_from
+from eyas.bench.run import Bench
+from eyas.decode import Clock, Request, Step
+from eyas.drafters import Drafter
+from eyas.files import replaced
+from eyas.tune.cost import LEVELS, draft_cost
+
+__all__ = ["bound", "cycles_of", "profile", "trace_names"]
+
+WARM, CYCLES, TRACED = 3, 24, 6  # cycles that warm up, that are measured, that are traced
+ROOM = 16  # tokens for each of them: an end of the text in between would be an accident
+Timed = Sequence[tuple[Step, float]]
+
+
+def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(contestant, what was found) for each of ours that can decode after the first prompt; traces go into the folder.
+
+    Args:
+        bandwidth, rate: bytes and floating-point operations per second of the machine, where they are known.
+    """
+    question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
+    target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
+    clock = partial(_Waited, target.device) if target.device.type == "cuda" else Clock
+    ours = [c for c in bench.contestants if isinstance(c, Drafting)]
+    for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
+        timed = list(islice(contestant.timed(request, clock=clock), 1 + WARM + CYCLES))
+        found = cycles_of(timed, len(request.prompt))
+        if found is None:
+            continue
+        needed = cost.need(target, found["nodes"], found["context"])
+        found["levels"] = _levels(contestant.drafter, timed, round(found["context"]))
+        found["bound"] = bound(needed, bandwidth, rate, found["ms"])
+        _trace(contestant, request, folder / trace)
+        yield contestant.name, {**found, "trace": trace}
+
+
+def _endless(request: Request, context: int) -> Request:
+    """As long as it takes."""
+    most = ROOM * (1 + WARM + max(CYCLES, TRACED))
+    return replace(request, max_new_tokens=min(most, context - len(request.prompt)), eos=frozenset(), stop=None)
+
+
+def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, Any] | None:
+    """What one answer's cycles did and took, in means; None when there are none behind those that warm up.
+
+    Cycles for which a policy had nothing drafted are left out and counted, unless there are no others.
+    """
+    committed, cycles = prompt_tokens, list[tuple[Step, float, int]]()
+    for step, seconds in timed:
+        if not step.prefill:
+            cycles.append((step, seconds, committed))
+            committed += len(step.tokens)
+    cycles = cycles[warm:]
+    drafted = [c for c in cycles if not c[0].decision.plain] or cycles
+    if not drafted:
+        return None
+    records = [cycle_from(step, seconds) for step, seconds, _ in drafted]
+    ms = metrics.stage_ms(records)
+    whole = sum(ms.values())
+    return {
+        "cycles": len(drafted), "plain": sum(bool(step.decision.plain) for step, *_ in cycles),
+        "nodes": round(float(np.mean([r.nodes for r in records])), 2), "context": round(float(np.mean([c for *_, c in drafted])), 1),
+        "cycle_ms": round(whole, 4), "ms": {name: round(value, 4) for name, value in ms.items()},
+        "percent": {name: round(100 * value / whole, 1) for name, value in ms.items()},
+    }  # fmt: skip
+
+
+def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
+    """How long a pass must take at least, which of the two says so, and how many times as long the pass and the cycle took.
+
+    None where the machine is not known. ms: of a cycle, by stage.
+    """
+    if not bandwidth or not rate:
+        return None
+    sides = {"bytes": 1e3 * needed.bytes / bandwidth, "flops": 1e3 * needed.flops / rate}
+    binds = max(sides, key=lambda side: sides[side])
+    return {
+        "bytes": round(needed.bytes), "flops": round(needed.flops), **{f"{side}_ms": round(value, 4) for side, value in sides.items()},
+        "ms": round(sides[binds], 4), "binds": binds, "pass_over_bound": round(ms["target"] / sides[binds], 3),
+        "cycle_over_bound": round(sum(ms.values()) / sides[binds], 3),
+    }  # fmt: skip
+
+
+def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
+    """Milliseconds of a draft's levels at the shape that was drafted most often; None of a tree that does not grow, or has one level."""
+    asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and not s.decision.plain)
+    shape = asked.most_common(1)[0][0] if asked else drafter.largest
+    if shape is None or shape.depth < 2:
+        return None
+    depth = min(LEVELS, shape.depth)
+    found = draft_cost(drafter, [shape._replace(depth=1), shape._replace(depth=depth)], context)
+    first, whole = (1e3 * found[shape._replace(depth=d)] for d in (1, depth))
+    return {"shape": list(shape), "first_ms": round(first, 4), "further_ms": round(max(0.0, whole - first) / (depth - 1), 4)}
+
+
+# --- clocks and traces -------------------------------------------------------------------------------------------------------------------
+
+
+class _Waited(Clock):
+    """A stage lasts until the GPU has done it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        with super().stage(name):
+            yield
+            torch.cuda.synchronize(self.device)
+
+
+class _Ranges(Clock):
+    """Stages are ranges in what torch.profiler sees."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        with record_function(f"eyas::{name}"), super().stage(name):
+            yield
+
+
+def _trace(contestant: Drafting, request: Request, path: Path) -> None:
+    """Some cycles, as Chrome's trace format."""
+    steps = contestant.timed(request, clock=_Ranges)
+    for _ in islice(steps, 1 + WARM):
+        pass
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else [])]
+    with torch.profiler.profile(activities=activities) as seen:
+        for _ in range(TRACED):
+            with record_function("eyas::cycle"):
+                next(steps, None)
+    with TemporaryDirectory() as there:
+        seen.export_chrome_trace(str(Path(there) / path.name))
+        with open(Path(there) / path.name, "rb") as written, replaced(path) as stream:
+            shutil.copyfileobj(written, stream)
+
+
+def trace_names(methods: Sequence[str]) -> list[str]:
+    """A file name for each method, none twice."""
+    names = list[str]()
+    for method in methods:
+        name = re.sub(r"[^\w.+=-]+", "_", method)[:100]
+        while f"trace-{name}.json" in names:
+            name += "_"
+        names.append(f"trace-{name}.json")
+    return names

@@ -19,7 +19,7 @@ from processes import hear_interrupts
 
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
-    "target", "draft", "tree", "policy", "decisions", "dtype", "device", "versions",
+    "target", "draft", "tree", "policy", "decisions", "dtype", "device", "runs_by", "weights", "versions",
 }  # fmt: skip
 TREE = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 Run = Callable[..., Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -177,6 +178,17 @@ def test_other_numbers_are_noticed() -> None:
     changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
     with pytest.raises(UnsuitedError, match="gives other numbers"):
         runner(Target(changed))
+
+
+def test_python_threads_may_share_a_target() -> None:
+    """Guards the room that a pass works in: a call of the kernels lets other Python threads run, and two of them decode with one runner
+    and one head. A race would show in most runs."""
+    target, kind = quick("llama"), drafters.find("eagle2")
+    drafter = kind.random(target, options_from(kind.Options, OPTIONS["eagle2"]), seed=1)
+    requests = [Request(tuple(ids(n, n)), 40, Sampling()) for n in range(20, 28)]
+    alone = [run(Decoder(target, drafter, 1), [r])[0][0] for r in requests]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
 def test_rounded_weights_are_a_target_of_their_own() -> None:

@@ -10,6 +10,7 @@ Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nod
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
@@ -248,6 +249,7 @@ class Layers:
         self._shape = shape.record
         self._records = (_Layer * len(layers))(*(layer.record for layer in layers))
         self._room: dict[str, Tensor] = {}
+        self.lock = threading.Lock()  # of the room: a call lets other Python threads run
 
     @property
     def bytes(self) -> int:
@@ -256,21 +258,23 @@ class Layers:
 
     def __call__(self, x_MD: Tensor, where: Pass, tapped: Sequence[int] = (), taps_MF: Tensor | None = None) -> None:
         """x through all layers, in place. taps: the inputs of the layers in `tapped`, side by side, are written to its first columns."""
-        record, slots, kept = self._prepare(where)
-        names = (c_int64 * max(1, len(tapped)))(*tapped)
-        library().eyas_layers(
-            self._records, c_int64(len(self.layers)), byref(self._shape), byref(record), byref(slots), c_void_p(x_MD.data_ptr()),
-            names, c_int64(len(tapped)), c_void_p(_at(taps_MF)), c_int64(0 if taps_MF is None else taps_MF.stride(0)),
-        )  # fmt: skip
-        del kept
+        with self.lock:
+            record, slots, kept = self._prepare(where)
+            names = (c_int64 * max(1, len(tapped)))(*tapped)
+            library().eyas_layers(
+                self._records, c_int64(len(self.layers)), byref(self._shape), byref(record), byref(slots), c_void_p(x_MD.data_ptr()),
+                names, c_int64(len(tapped)), c_void_p(_at(taps_MF)), c_int64(0 if taps_MF is None else taps_MF.stride(0)),
+            )  # fmt: skip
+            del kept
 
     def draft(self, input_MI: Tensor, x_MD: Tensor, where: Pass) -> None:
         """The only layer of a draft net: attention reads `input`, x is the residual stream, in place."""
-        record, slots, kept = self._prepare(where)
-        library().eyas_draft_layer(
-            self._records, byref(self._shape), byref(record), byref(slots), c_void_p(input_MI.data_ptr()), c_void_p(x_MD.data_ptr())
-        )
-        del kept
+        with self.lock:
+            record, slots, kept = self._prepare(where)
+            library().eyas_draft_layer(
+                self._records, byref(self._shape), byref(record), byref(slots), c_void_p(input_MI.data_ptr()), c_void_p(x_MD.data_ptr())
+            )
+            del kept
 
     def _prepare(self, where: Pass) -> tuple[_Pass, _Slots, tuple[Tensor, ...]]:
         """The records, and what must live as long as they do."""
@@ -424,20 +428,23 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
         torch.empty(B, N, dtype=torch.bool),
         torch.empty(B, N, N, dtype=torch.bool),
     )
-    record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
-    rule = _Plan(
-        plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
-        _at(plan.noise_BLv), _at(plan.temperature_B),
-    )  # fmt: skip
-    out = _Grown(
-        *map(_at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.value_BN, grown.candidate_BN, grown.mask_BNN))
-    )
-    library().eyas_grow(
-        byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
-        *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.next_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
-        c_void_p(roots_B.data_ptr()), byref(out),
-    )  # fmt: skip
-    del kept
+    with layer.lock:
+        record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
+        rule = _Plan(
+            plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
+            _at(plan.noise_BLv), _at(plan.temperature_B),
+        )  # fmt: skip
+        out = _Grown(
+            *map(
+                _at, (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.value_BN, grown.candidate_BN, grown.mask_BNN)
+            )
+        )
+        library().eyas_grow(
+            byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
+            *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.next_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
+            c_void_p(roots_B.data_ptr()), byref(out),
+        )  # fmt: skip
+        del kept
     return grown
 
 

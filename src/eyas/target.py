@@ -75,6 +75,10 @@ class Runner(Protocol):
         """Threads for what is computed beside it, at the moment."""
         ...
 
+    def likewise(self, other: Target) -> Target:
+        """Another model, one that drafts, run in the same way where that suits it."""
+        ...
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
@@ -353,6 +357,9 @@ class OwnForward:
             ).logits  # fmt: skip
             features_RQF = features() if work.wants else logits_RQV[..., :0]
         return Seen(logits_RQV, features_RQF)
+
+    def likewise(self, other: Target) -> Target:
+        return other
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return families.head(target.family, hidden)

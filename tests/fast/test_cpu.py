@@ -109,10 +109,10 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3 and hydra++ are those of the net's own
     modules."""
-    from eyas.drafters import _eagle
+    from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, "exact"))
     for name in ("eagle1", "eagle3", "seagle", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), quick("llama")):
@@ -128,10 +128,10 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
     """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
     different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
     false alarm; none is near on these seeds."""
-    from eyas.drafters import _eagle
+    from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_eagle, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, "exact"))
     kind, target = drafters.find(name), quick("llama")
     head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.errors import OptionError, near
-from eyas.nn import Documents
+from eyas.nn import Documents, quick
 from eyas.sampling import Noise, Sampling
 from eyas.tree import Draft, Seen, Verdict
 
@@ -158,6 +159,11 @@ class Drafter(ABC):
     def draws(self) -> bool:
         """Whether sampled rows' children are drawn (`Draft.q_BNV`): then what a seed gives depends on the trees."""
         return False
+
+    @cached_property
+    def decoding(self) -> Any:
+        """The net as decoding runs it: by kernels where the target is run by them."""
+        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.team)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

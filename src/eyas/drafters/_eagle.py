@@ -27,7 +27,7 @@ from eyas.drafters._grow import DynamicTree, Growth
 from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.kernels import Pending
-from eyas.nn import LayerShape, quick, rope_frequencies
+from eyas.nn import LayerShape, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
 
@@ -105,11 +105,6 @@ class EagleMethod(Drafter):
     @abstractmethod
     def grow(self, growth: Growth, roots: Roots) -> Draft:
         """The tree."""
-
-    @cached_property
-    def decoding(self) -> Any:
-        """The net as decoding runs it: by kernels where the target is run by them."""
-        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.team)
 
     @cached_property
     def grower(self) -> Grower | None:

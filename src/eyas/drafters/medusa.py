@@ -221,10 +221,11 @@ class Method(Drafter):
 
     def logits(self, feature_BD: Tensor, heads: int) -> Tensor:
         """[B, K, V] of the first `heads` heads."""
-        hidden_BKD = torch.stack([self.net(feature_BD.to(self.dtype), k) for k in range(heads)], dim=1)
-        if self.net.lm_head is None:
+        net: Net = self.decoding
+        hidden_BKD = torch.stack([net(feature_BD.to(self.dtype), k) for k in range(heads)], dim=1)
+        if net.lm_head is None:
             return self.target.head(hidden_BKD.to(self.target.dtype))
-        return torch.stack([self.net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
+        return torch.stack([net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
 
     def grow(self, feature_BD: Tensor, roots: Roots) -> Draft:
         """The tree below the roots: at level k, the best tokens of head k."""

@@ -130,6 +130,14 @@ class CpuRunner:
             features_MF = torch.cat([parts[k] for k in work.wants], dim=1)
         return Seen(logits, features_MF.view(R, Q, -1))
 
+    def likewise(self, other: Target) -> Target:
+        try:
+            made = CpuRunner(other, "int8")
+        except UnsuitedError:
+            return other
+        made.pace = self.pace
+        return other.run_with(made)
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return kernels.linear(self.output, hidden.float(), self.layers.threads)
 

@@ -79,6 +79,9 @@ class GraphRunner:
         self.target, self.capture, self.own = target, capture, OwnForward()
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, Captured] | None] = OrderedDict()
 
+    def likewise(self, other: Target) -> Target:
+        return other.run_with(GraphRunner(other, self.capture))
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.own.head(target, hidden)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 __all__ = ["UnavailableError", "library"]
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+FOLDER = Path(__file__).with_name("cpu")
+SOURCE = FOLDER / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-w")
 THREADS = "-fopenmp"
 SECONDS = 120
@@ -61,7 +62,15 @@ def _key(compiler: list[str]) -> str:
     told = Path("/proc/cpuinfo")
     flags = next((line for line in told.read_text().splitlines() if line.startswith(("flags", "Features"))), "") if told.is_file() else ""
     version = _said([*compiler, "--version"]) or ""
-    parts = [SOURCE.read_text(), *FLAGS, *compiler, version, platform.machine(), platform.processor(), flags]
+    parts = [
+        *(file.read_text() for file in sorted(FOLDER.iterdir())),
+        *FLAGS,
+        *compiler,
+        version,
+        platform.machine(),
+        platform.processor(),
+        flags,
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

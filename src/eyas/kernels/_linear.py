@@ -1,0 +1,120 @@
+"""Linear layers: weights as they are stored, in the form that kernels read, and products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eyas.kernels import _records
+from eyas.kernels._build import library
+
+__all__ = ["LANES", "Matrix", "Storage", "Team", "count", "head", "linear", "pack", "pack_gated", "rms_norm"]
+
+PANEL, LANES = 32, 16  # as in cpu/vectors.h
+EXACT = 3e-7  # of a weight: rounding of its scale
+Storage = Literal["exact", "int8"]
+Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer's weights, in panels of 32 outputs [O / 32, I, 32]; outputs are filled up with zeros."""
+
+    data: Tensor  # float32, bfloat16 or int8
+    scale_O: Tensor | None
+    bias_O: Tensor | None
+    outputs: int  # without the filling
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def padded(self) -> int:
+        return self.data.shape[0] * PANEL
+
+    @property
+    def bytes(self) -> int:
+        """What a pass reads."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def record(self) -> _records.Matrix:
+        kind = (torch.float32, torch.bfloat16, torch.int8).index(self.data.dtype)
+        return _records.Matrix(_records.at(self.data), _records.at(self.scale_O), _records.at(self.bias_O), kind, self.inputs, self.padded)
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, storage: Storage = "exact") -> Matrix:
+    """A matrix in the narrowest form that holds it.
+
+    Args:
+        storage: exact: int8 with a scale a row where the weights are such multiples, bfloat16 where they are such numbers, else float32;
+            int8: rounded to the first of these.
+    """
+    outputs = weight_OI.shape[0]
+    fill = -outputs % PANEL
+    weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
+    bias_O = None if bias_O is None else torch.nn.functional.pad(bias_O.detach().float(), (0, fill)).contiguous()
+    scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
+    whole_OI = (weight_OI / scale_O[:, None]).round()
+    if storage == "int8" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= EXACT * weight_OI.abs()).all()):
+        return Matrix(_panels(whole_OI.to(torch.int8)), scale_O.contiguous(), bias_O, outputs)
+    half_OI = weight_OI.bfloat16()
+    narrow_OI = half_OI if torch.equal(half_OI.float(), weight_OI) else weight_OI
+    return Matrix(_panels(narrow_OI), None, bias_O, outputs)
+
+
+def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, storage: Storage = "exact") -> Matrix:
+    """Both matrices of a gated unit in one: every panel holds 16 gates, then the 16 ups beside them. O: a multiple of 16."""
+
+    def mixed(gate: Tensor, up: Tensor) -> Tensor:
+        parts = [part.reshape(-1, LANES, *part.shape[1:]) for part in (gate, up)]
+        return torch.stack(parts, 1).flatten(0, 2)
+
+    return pack(mixed(gate_OI, up_OI), None if bias_O is None else mixed(*bias_O), storage)
+
+
+def _panels(weight_OI: Tensor) -> Tensor:
+    return weight_OI.view(-1, PANEL, weight_OI.shape[1]).transpose(1, 2).contiguous()
+
+
+def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:
+    """x [..., I] -> [..., O], float32. threads: torch's number by default, as everywhere here."""
+    x_MI = x.reshape(-1, x.shape[-1]).contiguous()
+    y_MO = torch.empty(x_MI.shape[0], matrix.padded)
+    library().eyas_linear(byref(matrix.record), c_void_p(x_MI.data_ptr()), c_int64(len(x_MI)), c_void_p(y_MO.data_ptr()), _threads(threads))
+    return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
+
+
+def _threads(asked: Team) -> c_int64:
+    return c_int64(count(asked))
+
+
+def count(asked: Team) -> int:
+    return asked() if callable(asked) else asked or torch.get_num_threads()
+
+
+def head(
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: Team = None
+) -> Tensor | None:  # fmt: skip
+    """The RMS norm of x, into `normed` (its rows may stand apart); and the logits [M, O] of it, if there is a matrix."""
+    logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
+    library().eyas_head(
+        c_void_p(x_MD.data_ptr()), c_int64(len(x_MD)), c_int64(x_MD.shape[1]), c_void_p(norm_D.data_ptr()), c_float(eps),
+        c_void_p(normed_MD.data_ptr()), c_int64(normed_MD.stride(0)), None if matrix is None else byref(matrix.record),
+        c_void_p(_records.at(logits_MO)), _threads(threads),
+    )  # fmt: skip
+    return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: Team = 1) -> Tensor:
+    """The RMS norm of x [..., D]; D: a multiple of 16."""
+    x_MD = x.reshape(-1, x.shape[-1]).contiguous()
+    y_MD = torch.empty_like(x_MD)
+    head(x_MD, weight_D, eps, None, y_MD, threads)
+    return y_MD.view(x.shape)

@@ -1,0 +1,65 @@
+"""The records that kernels are handed, field by field as in cpu/linear.h, layers.h and grow.h."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+from torch import Tensor
+
+__all__ = ["Grown", "Layer", "Matrix", "Net", "Pass", "Plan", "Shape", "Slots", "at"]
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("kind", c_int64), ("inputs", c_int64), ("outputs", c_int64),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
+        ("window", c_int64),
+    )
+
+
+class Shape(ctypes.Structure):
+    _fields_ = (*((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")), ("eps", c_float), ("scale", c_float))
+
+
+class Slots(ctypes.Structure):
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), *((name, c_int64) for name in ("layer", "row", "head", "slot")))
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "queries", "nodes")),
+        *((name, c_void_p) for name in ("length", "position", "visible", "near", "cosine", "sine")),
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores")),
+        ("threads", c_int64),
+    )
+
+
+def at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Net(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("paired", "residual_normed", "carries_normed")), ("fc", Matrix), ("head", Matrix),
+        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "norm", "ids")), ("vocabulary", c_int64),
+    )  # fmt: skip
+
+
+class Plan(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("depth", "branch", "nodes", "by_confidence", "rerank")),
+        ("log_stop", c_float), ("sharpness", c_float),
+        ("noise", c_void_p), ("temperature", c_void_p),
+    )  # fmt: skip
+
+
+class Grown(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "values", "candidates", "mask"))

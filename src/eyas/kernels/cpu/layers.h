@@ -1,0 +1,187 @@
+// Attention over a cache, and whole decoder layers.
+#pragma once
+
+#include "linear.h"
+
+static inline void rotate(float* x, const float* cosine, const float* sine, int64_t h) {  // both halves of a head
+    for (int64_t i = 0; i < h / 2; i++) {
+        float a = x[i], b = x[i + h / 2];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + h / 2] = b * cosine[i + h / 2] + a * sine[i + h / 2];
+    }
+}
+
+// Norm and rotate the queries and keys of a row's new nodes, of one key-value head; keys and values go to their slots.
+static void place(const Layer& layer, const Shape& s, const Pass& p, const Slots& c, int64_t r, int64_t k) {
+    const int64_t h = s.head_dim, width = (s.heads + 2 * s.kv_heads) * h, sharing = s.heads / s.kv_heads;
+    for (int64_t q = 0; q < p.queries; q++) {
+        const int64_t m = r * p.queries + q, slot = p.length[r] + p.nodes - p.queries + q, at = r * c.row + k * c.head + slot * c.slot;
+        const float *cosine = p.cosine + p.position[m] * h, *sine = p.sine + p.position[m] * h;
+        for (int64_t i = 0; i <= sharing; i++) {
+            float* x = p.qkv + m * width + (i < sharing ? k * sharing + i : s.heads + k) * h;
+            const float* norm = i < sharing ? layer.q_norm : layer.k_norm;
+            if (norm) rms_norm(x, norm, h, s.eps, x);
+            rotate(x, cosine, sine, h);
+            if (i < sharing)
+                for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
+        }
+        std::memcpy(c.keys + at, p.qkv + m * width + (s.heads + k) * h, h * sizeof(float));
+        std::memcpy(c.values + at, p.qkv + m * width + (s.heads + s.kv_heads + k) * h, h * sizeof(float));
+    }
+}
+
+// The scores of a query [h], scaled already, with 16 keys.
+template <int CHUNKS>
+static inline Floats scores_of(const float* query, const float* const* key) {
+    Floats a[LANES];
+    for (int j = 0; j < LANES; j++) {
+        a[j] = load(query) * load(key[j]);
+        for (int d = 1; d < CHUNKS; d++) a[j] = fma(load(query + d * LANES), load(key[j] + d * LANES), a[j]);
+    }
+    return sums(a);
+}
+
+// out [h] += the values, weighed, one after the other.
+template <int CHUNKS>
+static inline void weigh(const float* weights, const float* const* value, int64_t count, float* out) {
+    Floats a[CHUNKS];
+    for (int d = 0; d < CHUNKS; d++) a[d] = load(out + d * LANES);
+    for (int64_t j = 0; j < count; j++) {
+        Floats weight = all(weights[j]);
+        for (int d = 0; d < CHUNKS; d++) a[d] = fma(weight, load(value[j] + d * LANES), a[d]);
+    }
+    for (int d = 0; d < CHUNKS; d++) store(out + d * LANES, a[d]);
+}
+
+// Softmax without its division; the sum. What stands behind `count` up to the next 16 becomes 0.
+static inline float soften(float* scores, int64_t count) {
+    for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;
+    Floats most = load(scores), total = {};
+    for (int64_t i = LANES; i < count; i += LANES) most = load(scores + i) > most ? load(scores + i) : most;
+    float top = most[0];
+    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int64_t i = 0; i < count; i += LANES) {
+        Floats e = exponential(load(scores + i) - top);
+        store(scores + i, e);
+        total += e;
+    }
+    return sum(total);
+}
+
+// Some heads that share keys, of some queries of a row: pairs. Keys and values are read 16 slots at a time and serve all pairs while they
+// are near. The visible slots of a query, in order: the committed ones, from `begin` on, then nodes.
+template <int CHUNKS>
+struct Group {
+    const Shape& s;
+    const Pass& p;
+    const float *keys, *values;  // of the row and the key-value head
+    const uint8_t* visible;
+    int64_t stride, row, first, queries, head, heads, begin;
+    float* scores;  // [pair][most]
+
+    int64_t width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
+    float* query(int64_t n, int64_t i) const { return p.qkv + (row * p.queries + first + n) * width() + (head + i) * s.head_dim; }
+    float* out(int64_t n, int64_t i) const { return p.context + ((row * p.queries + first + n) * s.heads + head + i) * s.head_dim; }
+    float* scores_at(int64_t n, int64_t i) const { return scores + (n * heads + i) * p.most; }
+
+    template <class Do>
+    void each_committed(const float* from, Do act) const {  // act(place of the first, pointers, how many)
+        const float* at[LANES];
+        for (int64_t slot = begin; slot < p.length[row]; slot += LANES) {
+            int64_t count = p.length[row] - slot < LANES ? p.length[row] - slot : LANES;
+            for (int64_t j = 0; j < LANES; j++) at[j] = from + (slot + (j < count ? j : count - 1)) * stride;
+            act(slot - begin, at, count);
+        }
+    }
+
+    template <class Do>
+    int64_t each_node(int64_t n, const float* from, Do act) const {  // the same over the nodes that a query sees; all that it sees
+        const float* at[LANES];
+        const uint8_t* seen = visible + (row * p.queries + first + n) * p.nodes;
+        int64_t place = p.length[row] - begin, count = 0;
+        for (int64_t t = 0; t < p.nodes; t++) {
+            if (seen[t]) at[count++] = from + (p.length[row] + t) * stride;
+            if (count == LANES || (t == p.nodes - 1 && count)) {
+                for (int64_t j = count; j < LANES; j++) at[j] = at[0];
+                act(place, at, count);
+                place += count, count = 0;
+            }
+        }
+        return place;
+    }
+
+    void run() const {
+        const int64_t h = s.head_dim;
+        each_committed(keys, [&](int64_t place, const float* const* key, int64_t) {
+            for (int64_t n = 0; n < queries; n++)
+                for (int64_t i = 0; i < heads; i++) store(scores_at(n, i) + place, scores_of<CHUNKS>(query(n, i), key));
+        });
+        float totals[PAIRS];
+        for (int64_t n = 0; n < queries; n++) {
+            int64_t count = each_node(n, keys, [&](int64_t place, const float* const* key, int64_t) {
+                for (int64_t i = 0; i < heads; i++) store(scores_at(n, i) + place, scores_of<CHUNKS>(query(n, i), key));
+            });
+            for (int64_t i = 0; i < heads; i++) {
+                totals[n * heads + i] = soften(scores_at(n, i), count);
+                std::memset(out(n, i), 0, h * sizeof(float));
+            }
+        }
+        each_committed(values, [&](int64_t place, const float* const* value, int64_t count) {
+            for (int64_t n = 0; n < queries; n++)
+                for (int64_t i = 0; i < heads; i++) weigh<CHUNKS>(scores_at(n, i) + place, value, count, out(n, i));
+        });
+        for (int64_t n = 0; n < queries; n++) {
+            each_node(n, values, [&](int64_t place, const float* const* value, int64_t count) {
+                for (int64_t i = 0; i < heads; i++) weigh<CHUNKS>(scores_at(n, i) + place, value, count, out(n, i));
+            });
+            for (int64_t i = 0; i < heads; i++)
+                for (int64_t d = 0; d < h; d++) out(n, i)[d] /= totals[n * heads + i];
+        }
+    }
+};
+
+template <int CHUNKS>
+static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slots& c, int thread) {
+    const int64_t sharing = s.heads / s.kv_heads, per_row = p.rows * p.queries;
+    // All heads that share keys together, unless that leaves threads without work; a window begins elsewhere for every query.
+    const int64_t heads = sharing <= PAIRS && per_row * s.kv_heads >= p.threads ? sharing : 1;
+    const int64_t queries = layer.window ? 1 : PAIRS / heads, parts = (p.queries + queries - 1) / queries, sets = s.heads / heads;
+    const bool alone = parts == 1 && heads == sharing;  // a unit reads no new key but those that it places itself
+    if (!alone) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < p.rows * s.kv_heads; i++) place(layer, s, p, c, i / s.kv_heads, i % s.kv_heads);
+    }
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < p.rows * parts * sets; unit++) {
+        int64_t set = unit % sets, first = unit / sets % parts * queries, r = unit / sets / parts, k = set * heads / sharing;
+        int64_t begin = 0;
+        if (alone) place(layer, s, p, c, r, k);
+        if (layer.window && p.position[r * p.queries + first] >= layer.window) begin = p.position[r * p.queries + first] - layer.window + 1;
+        if (begin > p.length[r]) begin = p.length[r];
+        const float *keys = c.keys + r * c.row + k * c.head, *values = c.values + r * c.row + k * c.head;
+        int64_t count = p.queries - first < queries ? p.queries - first : queries;
+        Group<CHUNKS>{s, p, keys, values, layer.window ? p.near : p.visible, c.slot, r, first, count, set * heads, heads, begin, p.scores + thread * PAIRS * p.most}.run();
+    }
+}
+
+// x [M, D] is read and written; `input` is what attention reads where that is not the norm of x.
+static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const Slots& c, const float* input, float* x, int thread) {
+    const int64_t M = p.rows * p.queries, D = s.hidden, width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    if (!input) {
+        input = normed_for(thread, x, layer.norm, M, D, s.eps, p.normed);
+    }
+    linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, width, STORE);
+    switch (s.head_dim / LANES) {
+        case 1: attend<1>(layer, s, p, c, thread); break;
+        case 2: attend<2>(layer, s, p, c, thread); break;
+        case 4: attend<4>(layer, s, p, c, thread); break;
+        case 5: attend<5>(layer, s, p, c, thread); break;
+        case 6: attend<6>(layer, s, p, c, thread); break;
+        case 8: attend<8>(layer, s, p, c, thread); break;
+        case 16: attend<16>(layer, s, p, c, thread); break;
+    }
+    linear(layer.o, p.context, s.heads * s.head_dim, M, x, D, ADD);
+    const float* normed = normed_for(thread, x, layer.mlp_norm, M, D, s.eps, p.normed);
+    linear(layer.gate_up, normed, D, M, p.inner, s.inner, GATE);
+    linear(layer.down, p.inner, s.inner, M, x, D, ADD);
+}

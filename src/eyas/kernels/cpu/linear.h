@@ -1,0 +1,121 @@
+// Records, as in _records.py; linear layers and norms.
+#pragma once
+
+#include "vectors.h"
+
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8 };
+enum End : int { STORE, ADD, GATE };  // what is done with a linear layer's output: y = it, y += it, y = silu(first half) * second half
+
+struct Matrix {
+    const void* data;    // [panel][input][32]; null: there is none
+    const float* scale;  // [outputs], or null
+    const float* bias;   // [outputs], or null
+    int64_t kind, inputs, outputs;  // outputs: a multiple of 32
+};
+
+struct Layer {
+    Matrix qkv, o, gate_up, down;  // gate_up: panels hold 16 gates, then the 16 ups beside them
+    const float *norm, *mlp_norm, *q_norm, *k_norm;  // RMS norms; null: there is none
+    int64_t window;  // positions that it sees, the query's own included; 0: all
+};
+
+struct Shape {
+    int64_t hidden, heads, kv_heads, head_dim, inner;
+    float eps, scale;  // of the norms; of the scores
+};
+
+struct Slots {  // a cache, or the rows of it that this pass concerns
+    float *keys, *values;  // of layer 0, row 0; [.., R, K, slot, h]
+    int64_t layer, row, head, slot;  // strides, in floats
+};
+
+struct Pass {
+    int64_t rows, queries, nodes;  // R, Q, T
+    const int64_t* length;         // [R] committed slots, all of them visible
+    const int64_t* position;       // [R, Q]
+    const uint8_t* visible;        // [R, Q, T]: which of the nodes behind the committed slots; the new nodes are the last Q
+    const uint8_t* near;           // the same for layers with a window
+    const float *cosine, *sine;    // [position, h]
+    int64_t most;                  // more than the slots that a query may see, by 32 or more
+    float *normed, *qkv, *context, *inner, *scores;  // room for (M, and threads x min(M, FEW)) D, M x ((H + 2K) h, H h, inner), and threads x PAIRS x most
+    int64_t threads;
+};
+
+static inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+template <int ROWS, class W>
+static void tile(const float* x, int64_t ldx, const W* w, int64_t inputs, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+    Floats a[ROWS][2] = {};
+    for (int64_t k = 0; k < inputs; k++, w += PANEL) {
+        Floats first = load(w), second = load(w + LANES);
+        __builtin_prefetch((const char*)w + 4096);
+        for (int m = 0; m < ROWS; m++) {
+            Floats b = all(x[m * ldx + k]);
+            a[m][0] = fma(b, first, a[m][0]);
+            a[m][1] = fma(b, second, a[m][1]);
+        }
+    }
+    for (int m = 0; m < ROWS; m++, y += ldy) {
+        for (int half = 0; half < 2; half++) {
+            if (scale) a[m][half] *= load(scale + half * LANES);
+            if (bias) a[m][half] += load(bias + half * LANES);
+        }
+        if (end == GATE) {
+            store(y, silu(a[m][0]) * a[m][1]);
+        } else {
+            store(y, end == ADD ? load(y) + a[m][0] : a[m][0]);
+            store(y + LANES, end == ADD ? load(y + LANES) + a[m][1] : a[m][1]);
+        }
+    }
+}
+
+template <class W, int ROWS>
+static void tiles(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t inputs, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return tiles<W, ROWS - 1>(rows, x, ldx, w, inputs, scale, bias, y, ldy, end);
+    tile<ROWS>(x, ldx, w, inputs, scale, bias, y, ldy, end);
+}
+
+template <class W>
+static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
+    const int64_t count = (M + TILE - 1) / TILE, width = end == GATE ? LANES : PANEL;
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < w.outputs / PANEL; n++) {
+        const W* panel = (const W*)w.data + n * PANEL * w.inputs;
+        const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t m = i * M / count, end_m = (i + 1) * M / count;  // tiles of one size, as nearly as can be
+            tiles<W, TILE>(end_m - m, x + m * ldx, ldx, panel, w.inputs, scale, bias, y + m * ldy + n * width, ldy, end);
+        }
+    }
+}
+
+// Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
+static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
+    if (w.kind == INT8) panels<int8_t>(w, x, ldx, M, y, ldy, end);
+    else if (w.kind == BFLOAT16) panels<uint16_t>(w, x, ldx, M, y, ldy, end);
+    else panels<float>(w, x, ldx, M, y, ldy, end);
+}
+
+static inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* y) {
+    Floats squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    float factor = 1.0f / std::sqrt(sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * factor));
+}
+
+static void rms_norms(const float* x, int64_t ldx, const float* weight, int64_t M, int64_t size, float eps, float* y, int64_t ldy) {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) rms_norm(x + m * ldx, weight, size, eps, y + m * ldy);
+}
+
+// The norms of x [M, D]: of a few tokens by every thread for itself, as waiting for each other would take longer; y has room for that.
+static const float* normed_for(int thread, const float* x, const float* weight, int64_t M, int64_t D, float eps, float* y) {
+    if (M > FEW) {
+        rms_norms(x, D, weight, M, D, eps, y, D);
+        return y;
+    }
+    float* mine = y + thread * M * D;
+    for (int64_t m = 0; m < M; m++) rms_norm(x + m * D, weight, D, eps, mine + m * D);
+    return mine;
+}

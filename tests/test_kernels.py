@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -80,17 +82,17 @@ def test_a_quick_net_leaves_the_net_alone() -> None:
     assert net(x).requires_grad
 
 
-def test_without_kernels_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_kernels_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards machines without a compiler, with a broken one, and users who want none."""
 
     def reason(**environment: str) -> str:
-        _build.library.cache_clear()
+        _build.outcome.cache_clear()
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
             for name, value in environment.items():
                 patch.setenv(name, value)
             found = kernels.why_not()
-        _build.library.cache_clear()
+        _build.outcome.cache_clear()
         return found or ""
 
     assert reason(EYAS_KERNELS="off") == "EYAS_KERNELS is off"
@@ -98,17 +100,37 @@ def test_without_kernels_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "could not build" in reason(CXX="false")
 
 
+def test_a_compiler_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards the time of every cycle: kernels are asked for in each of them, and a compiler that fails must not run each time."""
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho once more >> {calls}\nexit 1\n")
+    compiler.chmod(0o755)
+    _build.outcome.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        patch.setenv("CXX", str(compiler))
+        assert not kernels.available()
+        tried = calls.read_text()
+        for _ in range(3):
+            assert not kernels.available()
+            with pytest.raises(kernels.UnavailableError, match="could not build"):
+                kernels.library()
+        assert calls.read_text() == tried
+    _build.outcome.cache_clear()
+
+
 @needs
-def test_a_broken_file_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_a_broken_file_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a traceback from the loader."""
-    _build.library.cache_clear()
+    _build.outcome.cache_clear()
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         path = _build._folder() / f"cpu-{_build._key(_build._compiler())}.so"
         path.parent.mkdir(parents=True)
         path.write_text("not a library")
         assert "cannot be loaded" in (kernels.why_not() or "")
-    _build.library.cache_clear()
+    _build.outcome.cache_clear()
 
 
 @needs

@@ -114,7 +114,10 @@ def _fast_paths() -> dict[str, str]:
     """What makes a forward faster than running the model as it is."""
     from eyas import kernels
 
-    return {"compiled kernels (CPU)": kernels.why_not() or "built and loaded", "CUDA graphs": "not in this version"}
+    return {
+        "compiled kernels (CPU)": kernels.why_not() or "built and loaded",
+        "CUDA graphs": "by --kernels on; not yet run on a GPU",
+    }
 
 
 # --- the installation ------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nod
 
 from __future__ import annotations
 
-from eyas.kernels._build import UnavailableError, library
+from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, Plan, grow
 from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, Pass, Shape
@@ -23,12 +23,9 @@ __all__ = [
 
 def why_not() -> str | None:
     """Why there are no kernels here; None: there are."""
-    try:
-        library()
-    except UnavailableError as error:
-        return str(error)
-    return None
+    found = outcome()
+    return found if isinstance(found, str) else None
 
 
 def available() -> bool:
-    return why_not() is None
+    return not isinstance(outcome(), str)

@@ -17,7 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["UnavailableError", "library"]
+__all__ = ["UnavailableError", "library", "outcome"]
 
 FOLDER = Path(__file__).with_name("cpu")
 SOURCE = FOLDER / "kernels.cpp"
@@ -30,9 +30,24 @@ class UnavailableError(Exception):
     """Why there are no kernels on this machine: one line."""
 
 
-@cache
 def library() -> ctypes.CDLL:
-    """The kernels. UnavailableError, with the reason, where they cannot be built or loaded."""
+    """The kernels. UnavailableError, with the reason, where they cannot be built or loaded; that is tried once in a process."""
+    found = outcome()
+    if isinstance(found, str):
+        raise UnavailableError(found)
+    return found
+
+
+@cache
+def outcome() -> ctypes.CDLL | str:
+    """The kernels, or why there are none."""
+    try:
+        return _loaded()
+    except UnavailableError as error:
+        return str(error)
+
+
+def _loaded() -> ctypes.CDLL:
     if os.environ.get("EYAS_KERNELS", "").lower() in ("off", "0"):
         raise UnavailableError("EYAS_KERNELS is off")
     compiler = _compiler()

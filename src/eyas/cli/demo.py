@@ -100,15 +100,21 @@ def _prompts(path: str | None) -> Sequence[_Prompt]:
     return prompts
 
 
+GROWN_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on these prompts, by the kernels
+
+
 def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
-    """The embedded model with the method; one with a static tree gets a small one unless the user chose."""
+    """The embedded model with the method and, unless the user chose, a small tree: `auto` has too few cycles to measure."""
     from eyas import drafters, tiny
     from eyas.drafters._base import flags
     from eyas.tune import mode_of
 
     name = given["method"] or tiny.BEST
     mode, options = mode_of(options)
-    options = tiny.with_small_tree(options, flags(drafters.find(name).Options))
+    usual = flags(drafters.find(name).Options)
+    options = tiny.with_small_tree(options, usual)
+    if mode == "auto" and given["tree"] is None and usual.get("tree.nodes") is not None:
+        mode, options = "fixed", {**GROWN_TREE, **options}
     embedded = dict.fromkeys(("target", "draft", "tokenizer")) | {"dtype": "auto", "device": "auto", "trust_remote_code": False}
     return load({**embedded, "method": name, "verbose": given["verbose"], "tree": given["tree"] or mode}, options)
 

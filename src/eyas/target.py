@@ -61,6 +61,7 @@ class Work:
 class Runner(Protocol):
     """How a forward is run."""
 
+    storage: str  # of the target's weights: "exact", or "int8": rounded, which makes another target of it
     name: str  # "model": by its own code; "kernels": by ours; "graphs": its own, replayed
 
     def __call__(self, work: Work) -> Seen: ...
@@ -343,7 +344,7 @@ class TargetSession:
 class OwnForward:
     """The model's own forward, with our masks and our cache."""
 
-    name = "model"
+    name, storage = "model", "exact"
     threads: int | None = None
     team: Team = None
 

@@ -165,7 +165,7 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
         target = Target(refused)
         with pytest.raises(UnsuitedError, match=reason):
             runner(target)
-        assert fast.runs_by(fast.prepared(target)) == "model"
+        assert fast.prepared(target).run.name == "model"
     with pytest.warns(UserWarning, match="float32"):
         fast.prepared(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
     with pytest.raises(OptionError, match="unknown kernels"):
@@ -195,8 +195,8 @@ def test_rounded_weights_are_a_target_of_their_own() -> None:
     """Guards `weights="int8"`: other logits, near the model's; every method says what its plain decoding says; refused without kernels."""
     target = Target(model("llama"))
     rounded = fast.prepared(target, weights="int8")
-    assert fast.weights_of(rounded) == "int8"
-    assert fast.weights_of(quick("llama")) == "exact"
+    assert rounded.run.storage == "int8"
+    assert quick("llama").run.storage == "exact"
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
     assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < 1.0
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
@@ -207,6 +207,8 @@ def test_rounded_weights_are_a_target_of_their_own() -> None:
         assert run(Decoder(rounded, drafter, 2), requests)[0] == said
     with pytest.raises(OptionError, match="family gemma2"):
         fast.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
+    with pytest.raises(OptionError, match="leave kernels off out"):
+        fast.prepared(target, "off", weights="int8")
     with pytest.raises(OptionError, match="unknown weights"):
         fast.prepared(target, weights="int4")
 

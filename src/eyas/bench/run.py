@@ -32,7 +32,6 @@ from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.decode import Request
 from eyas.errors import FitError, InputError
-from eyas.fast import weights_of
 from eyas.hardware import cpu_name, versions
 from eyas.llm import LLM
 from eyas.sampling import Noise, process
@@ -102,7 +101,7 @@ class Bench:
         asked = hashlib.sha256(repr(list(self.prompts)).encode()).hexdigest()[:16]
         return {
             "format": FORMAT, "target": target.name, "fingerprint": target.fingerprint(), "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device), "runs_by": target.run.name, "weights": weights_of(target),
+            "device": str(target.device), "runs_by": target.run.name, "weights": target.run.storage,
             "machine": [cpu_name(), *(gpu["name"] for gpu in gpus())], "threads": torch.get_num_threads(),
             "versions": versions(), "methods": {c.name: c.describe() for c in self.contestants}, "prompts": [p.id for p in self.prompts],
             "texts": asked, "temperatures": list(self.temperatures), "max_new_tokens": self.max_new_tokens, "sampling": self.sampling,

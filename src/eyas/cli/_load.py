@@ -81,7 +81,6 @@ def check_sampling(given: Mapping[str, Any]) -> None:
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
     from eyas import tiny
-    from eyas.fast import weights_of
 
     stats = result.stats
     return {
@@ -103,7 +102,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,
-        "weights": weights_of(llm.target),
+        "weights": llm.target.run.storage,
         "versions": versions(),
     }
 

@@ -83,7 +83,7 @@ class Grower:
             noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which).contiguous()
         plan = kernels.Plan(
             shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, SHARPNESS,
-            torch.tensor([sampling.temperature for sampling in roots.sampling], dtype=torch.float32), noise_BLv,
+            torch.tensor([0.0 if s.greedy else s.temperature for s in roots.sampling], dtype=torch.float32), noise_BLv,
         )  # fmt: skip
         every = slice(0, B)
         cache.at(every, length_B[:, None], width)

@@ -7,16 +7,15 @@ model's own forward as CUDA graphs.
 from __future__ import annotations
 
 import warnings
-from typing import Literal
 
 from eyas.errors import OptionError, near
 from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
 from eyas.target import Target
 
-__all__ = ["Kernels", "UnsuitedError", "prepared", "runner", "runs_by", "weights_of"]
+__all__ = ["UnsuitedError", "prepared", "runner"]
 
-Kernels = Literal["auto", "on", "off"]
+KERNELS = ("auto", "on", "off")
 WEIGHTS = ("exact", "int8")
 
 
@@ -34,13 +33,15 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
     """
     if weights not in WEIGHTS:
         raise OptionError(f"unknown weights {weights!r}; {near(weights, WEIGHTS)}")
+    if kernels not in KERNELS:
+        raise OptionError(f"unknown kernels {kernels!r}; {near(kernels, KERNELS)}")
     if weights == "int8":
+        if kernels == "off":
+            raise OptionError("weights int8 are for the compiled kernels: leave kernels off out")
         try:
             return target.run_with(runner(target, "int8"))
         except UnsuitedError as why:
             raise OptionError(f"weights int8 are for the compiled kernels, and there are none for this model: {why}") from why
-    if kernels not in ("auto", "on", "off"):
-        raise OptionError(f"unknown kernels {kernels!r}; {near(kernels, ('auto', 'on', 'off'))}")
     if kernels == "off" or (kernels == "auto" and not own):
         return target
     if target.device.type == "cuda":  # not yet run on one, so only where it is asked for
@@ -51,13 +52,3 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=3)
         return target
-
-
-def runs_by(target: Target) -> str:
-    """What a target's forwards are run by: kernels, graphs, or model."""
-    return target.run.name
-
-
-def weights_of(target: Target) -> str:
-    """exact, or how its runner has rounded them."""
-    return str(getattr(target.run, "storage", "exact"))

@@ -56,7 +56,8 @@ class CpuRunner:
 
     def __init__(self, target: Target, storage: Storage = "exact") -> None:
         _refuse(target)
-        self.target, self.storage = target, storage
+        self.target = target
+        self.storage: str = storage
         config, family = target.model.config, target.family
         layers: Any = family.layers
         first = layers[0].self_attn
@@ -166,8 +167,7 @@ class CpuRunner:
 
     def _extend(self, positions: int) -> None:
         """Cosines and sines of more positions, from the model's own module."""
-        count = min(self.target.context, max(positions, 2 * len(self._cosine), 256))
-        count = max(count, positions)
+        count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
         every_1P = torch.arange(count)[None]
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()

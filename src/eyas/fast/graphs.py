@@ -71,7 +71,7 @@ class _Inputs:
 class GraphRunner:
     """Runs a target's passes by graphs."""
 
-    name = "graphs"
+    name, storage = "graphs", "exact"
     threads: int | None = None
     team: Team = None
 

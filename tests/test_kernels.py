@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,11 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
     return weight
 
 
+def form(matrix: kernels.Matrix) -> torch.dtype:
+    """What it is kept as; int8 stands as uint8 where the machine adds up products of bytes."""
+    return torch.int8 if matrix.data.dtype == torch.uint8 else matrix.data.dtype
+
+
 @needs
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("bias", [False, True])
@@ -34,7 +41,7 @@ def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype,
     """Guards the choice of the form, the filling up to whole panels (70 outputs), every size of tile and the remainder."""
     weight, more = stored(kind), torch.arange(70.0) if bias else None
     matrix = kernels.pack(weight, more)
-    assert matrix.data.dtype == kind
+    assert form(matrix) == kind
     for rows in (1, 2, 5, 12, 13, 25):
         x = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows))
         torch.testing.assert_close(kernels.linear(matrix, x), nn.functional.linear(x, weight, more), rtol=1e-5, atol=1e-4)
@@ -56,11 +63,61 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype) -> No
 
 
 @needs
+@pytest.mark.parametrize("inputs", [48, 1024])
+@pytest.mark.parametrize("outlier", [1.0, 1e4])
+def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
+    """Guards what quads rest on: rows of any scale, with one number far above the others, each number taken to within 2^-23 of the row's
+    largest, and no error but that in their sums; on ordinary rows less than float32 loses; and what has no digits, which must not look
+    like a number."""
+    weight, generator = stored(torch.int8, 64, inputs), torch.Generator().manual_seed(2)
+    x = torch.randn(40, inputs, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]
+    x[:, 3] *= outlier
+    x[7] = 0
+    y, exact = kernels.linear(kernels.pack(weight), x), x.double() @ weight.double().T
+    largest = x.double().abs().amax(1, keepdim=True) * weight.double().abs().sum(1)
+    assert ((y - exact).abs() <= 2.0**-23 * (largest + 2 * exact.abs()) + 1e-30).all()
+    if outlier == 1.0:
+        rows = torch.arange(40) != 7
+        error, usual = ((got - exact)[rows].norm(dim=1) for got in (y, (x @ weight.T)))
+        assert (error / exact[rows].norm(dim=1)).mean() < 1.2 * (usual / exact[rows].norm(dim=1)).mean()
+    for broken in (float("inf"), float("nan")):
+        x[5, 1] = broken
+        assert not kernels.linear(kernels.pack(weight), x)[5].isfinite().any()
+
+
+@pytest.fixture
+def lesser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Kernels as a lesser machine of this kind builds them."""
+    _build.outcome.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        patch.setattr(_build, "FLAGS", (*_build.FLAGS, *request.param))
+        yield
+    _build.outcome.cache_clear()
+
+
+@needs
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names units of x86 processors")
+@pytest.mark.parametrize("lesser", [["-mno-avx512vnni"], ["-mno-avx512f"], ["-march=x86-64"]], indirect=True, ids=lambda flags: flags[0])
+@pytest.mark.usefixtures("lesser")
+def test_lesser_machines() -> None:
+    """Guards what this machine leaves out: int8 as floats, AVX2, and plain vectors."""
+    assert kernels.available()
+    for kind in (torch.float32, torch.bfloat16, torch.int8):
+        weight, x = stored(kind), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
+        matrix = kernels.pack(weight)
+        assert matrix.data.dtype == kind
+        together = kernels.linear(matrix, x)
+        torch.testing.assert_close(together, x @ weight.T, rtol=1e-5, atol=1e-4)
+        assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+
+
+@needs
 def test_rounded_storage_is_near() -> None:
     """Guards the scale of rows that int8 does not hold exactly."""
     weight, x = stored(torch.float32), torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, storage="int8")
-    assert matrix.data.dtype == torch.int8
+    assert form(matrix) == torch.int8
     error = (kernels.linear(matrix, x) - x @ weight.T).abs().max()
     assert 0 < error < 0.2
 

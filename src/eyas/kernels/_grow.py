@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Net:
     residual_normed: bool = False
     carries_normed: bool = False
 
-    @property
+    @cached_property
     def record(self) -> _records.Net:
         none = _records.Matrix()
         norms = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from eyas.kernels._build import library
 __all__ = ["LANES", "Matrix", "Storage", "Team", "count", "head", "linear", "pack", "pack_gated", "rms_norm"]
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # as in cpu/linear.h
 EXACT = 3e-7  # of a weight: rounding of its scale
 Storage = Literal["exact", "int8"]
 Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
@@ -23,16 +25,20 @@ Team = int | Callable[[], int] | None  # threads: a number, who knows it at the 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer's weights, in panels of 32 outputs [O / 32, I, 32]; outputs are filled up with zeros."""
+    """A linear layer's weights, in panels of 32 outputs; outputs are filled up with zeros.
 
-    data: Tensor  # float32, bfloat16 or int8
+    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; [O / 32, I / 4, 32, 4] in uint8, which is int8 + 128 for
+    machines that add up products of bytes (cpu/tiles.h).
+    """
+
+    data: Tensor
     scale_O: Tensor | None
     bias_O: Tensor | None
     outputs: int  # without the filling
 
-    @property
+    @cached_property
     def inputs(self) -> int:
-        return self.data.shape[1]
+        return self.data[0].numel() // PANEL
 
     @property
     def padded(self) -> int:
@@ -43,9 +49,9 @@ class Matrix:
         """What a pass reads."""
         return self.data.numel() * self.data.element_size()
 
-    @property
+    @cached_property
     def record(self) -> _records.Matrix:
-        kind = (torch.float32, torch.bfloat16, torch.int8).index(self.data.dtype)
+        kind = KINDS.index(self.data.dtype)
         return _records.Matrix(_records.at(self.data), _records.at(self.scale_O), _records.at(self.bias_O), kind, self.inputs, self.padded)
 
 
@@ -63,10 +69,12 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, storage: Storage = "ex
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     whole_OI = (weight_OI / scale_O[:, None]).round()
     if storage == "int8" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= EXACT * weight_OI.abs()).all()):
-        return Matrix(_panels(whole_OI.to(torch.int8)), scale_O.contiguous(), bias_O, outputs)
+        quads = not weight_OI.shape[1] % LANES and bool(library().eyas_quads())
+        data = _panels((whole_OI + 128).to(torch.uint8), 4) if quads else _panels(whole_OI.to(torch.int8))
+        return Matrix(data, scale_O.contiguous(), bias_O, outputs)
     half_OI = weight_OI.bfloat16()
-    narrow_OI = half_OI if torch.equal(half_OI.float(), weight_OI) else weight_OI
-    return Matrix(_panels(narrow_OI), None, bias_O, outputs)
+    narrow = not weight_OI.shape[1] % 2 and torch.equal(half_OI.float(), weight_OI)
+    return Matrix(_panels(half_OI, 2) if narrow else _panels(weight_OI), None, bias_O, outputs)
 
 
 def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, storage: Storage = "exact") -> Matrix:
@@ -79,8 +87,10 @@ def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | N
     return pack(mixed(gate_OI, up_OI), None if bias_O is None else mixed(*bias_O), storage)
 
 
-def _panels(weight_OI: Tensor) -> Tensor:
-    return weight_OI.view(-1, PANEL, weight_OI.shape[1]).transpose(1, 2).contiguous()
+def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
+    """[O / 32, I / together, 32, together], without the last dimension where it would be 1."""
+    panels = weight_OI.view(-1, PANEL, weight_OI.shape[1] // together, together).transpose(1, 2)
+    return (panels.squeeze(-1) if together == 1 else panels).contiguous()
 
 
 def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:

@@ -1,7 +1,7 @@
 // A decoder layer's forward on a CPU: plain C++ with vector types, no library but OpenMP. Compiled for the machine at hand (_build.py).
 //
-// Weights are read in the form that they are stored in (float32, bfloat16, or int8 with a scale a row) and are widened to float32 in
-// registers; everything is worked out in float32. Linear layers are packed in panels of 32 outputs, [panel][input][32].
+// Weights are read in the form that they are stored in (float32, bfloat16, or int8 with a scale a row), in panels of 32 outputs; everything
+// is worked out in float32, or in whole numbers that are as exact (tiles.h).
 //
 // What every result is made of, and in which order, depends on its own row alone: an output is summed over the inputs one by one, a
 // softmax and what it weighs over the visible slots in order. So a token's logits are the same to the last bit whether it is forwarded
@@ -14,6 +14,9 @@
 #include "noise.h"
 
 extern "C" {
+
+// Whether this machine has a use for int8 weights in quads.
+int64_t eyas_quads() { return QUADS_HERE; }
 
 // y [M, outputs] = x [M, inputs] through the matrix.
 void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t threads) {

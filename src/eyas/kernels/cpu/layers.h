@@ -30,27 +30,49 @@ static void place(const Layer& layer, const Shape& s, const Pass& p, const Slots
     }
 }
 
-// The scores of a query [h], scaled already, with 16 keys.
-template <int CHUNKS>
-static inline Floats scores_of(const float* query, const float* const* key) {
+// The scores of COUNT queries [h], scaled already, with 16 / COUNT keys: those of the first, then those of the second.
+template <int CHUNKS, int COUNT>
+static inline Floats scores_of(const float* const* query, const float* const* key) {
+    constexpr int KEYS = LANES / COUNT;
     Floats a[LANES];
-    for (int j = 0; j < LANES; j++) {
-        a[j] = load(query) * load(key[j]);
-        for (int d = 1; d < CHUNKS; d++) a[j] = fma(load(query + d * LANES), load(key[j] + d * LANES), a[j]);
+#pragma GCC unroll 16
+    for (int j = 0; j < KEYS; j++) {
+#pragma GCC unroll 16
+        for (int d = 0; d < CHUNKS; d++) {
+            Floats part = load(key[j] + d * LANES);
+#pragma GCC unroll 2
+            for (int i = 0; i < COUNT; i++) {
+                Floats& sum = a[i * KEYS + j];
+                sum = d ? fma(load(query[i] + d * LANES), part, sum) : load(query[i]) * part;
+            }
+        }
     }
     return sums(a);
 }
 
-// out [h] += the values, weighed, one after the other.
-template <int CHUNKS>
-static inline void weigh(const float* weights, const float* const* value, int64_t count, float* out) {
-    Floats a[CHUNKS];
-    for (int d = 0; d < CHUNKS; d++) a[d] = load(out + d * LANES);
+// out [COUNT][h] += the values, weighed, one after the other.
+template <int CHUNKS, int COUNT>
+static inline void weigh(const float* const* weights, int64_t place, const float* const* value, int64_t count, float* const* out) {
+    Floats a[COUNT][CHUNKS];
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++)
+#pragma GCC unroll 16
+        for (int d = 0; d < CHUNKS; d++) a[i][d] = load(out[i] + d * LANES);
     for (int64_t j = 0; j < count; j++) {
-        Floats weight = all(weights[j]);
-        for (int d = 0; d < CHUNKS; d++) a[d] = fma(weight, load(value[j] + d * LANES), a[d]);
+        Floats weight[COUNT];
+#pragma GCC unroll 16
+        for (int i = 0; i < COUNT; i++) weight[i] = all(weights[i][place + j]);
+#pragma GCC unroll 16
+        for (int d = 0; d < CHUNKS; d++) {
+            Floats part = load(value[j] + d * LANES);
+#pragma GCC unroll 16
+            for (int i = 0; i < COUNT; i++) a[i][d] = fma(weight[i], part, a[i][d]);
+        }
     }
-    for (int d = 0; d < CHUNKS; d++) store(out + d * LANES, a[d]);
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++)
+#pragma GCC unroll 16
+        for (int d = 0; d < CHUNKS; d++) store(out[i] + d * LANES, a[i][d]);
 }
 
 // Softmax without its division; the sum. What stands behind `count` up to the next 16 becomes 0.
@@ -80,10 +102,6 @@ struct Group {
     float* scores;  // [pair][most]
 
     int64_t width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
-    float* query(int64_t n, int64_t i) const { return p.qkv + (row * p.queries + first + n) * width() + (head + i) * s.head_dim; }
-    float* out(int64_t n, int64_t i) const { return p.context + ((row * p.queries + first + n) * s.heads + head + i) * s.head_dim; }
-    float* scores_at(int64_t n, int64_t i) const { return scores + (n * heads + i) * p.most; }
-
     template <class Do>
     void each_committed(const float* from, Do act) const {  // act(place of the first, pointers, how many)
         const float* at[LANES];
@@ -110,33 +128,48 @@ struct Group {
         return place;
     }
 
-    void run() const {
-        const int64_t h = s.head_dim;
-        each_committed(keys, [&](int64_t place, const float* const* key, int64_t) {
-            for (int64_t n = 0; n < queries; n++)
-                for (int64_t i = 0; i < heads; i++) store(scores_at(n, i) + place, scores_of<CHUNKS>(query(n, i), key));
-        });
-        float totals[PAIRS];
-        for (int64_t n = 0; n < queries; n++) {
-            int64_t count = each_node(n, keys, [&](int64_t place, const float* const* key, int64_t) {
-                for (int64_t i = 0; i < heads; i++) store(scores_at(n, i) + place, scores_of<CHUNKS>(query(n, i), key));
-            });
-            for (int64_t i = 0; i < heads; i++) {
-                totals[n * heads + i] = soften(scores_at(n, i), count);
-                std::memset(out(n, i), 0, h * sizeof(float));
+    // The scores of `pairs` queries with 16 keys, to `place`: two queries read a key together where registers hold both.
+    static void score(const float* const* query, float* const* score, int64_t pairs, int64_t place, const float* const* key) {
+        constexpr int TOGETHER = CHUNKS <= 4 ? 2 : 1, KEYS = LANES / TOGETHER;
+        int64_t n = 0;
+        for (; n + TOGETHER <= pairs; n += TOGETHER)
+            for (int first = 0; first < LANES; first += KEYS) {
+                Floats found = scores_of<CHUNKS, TOGETHER>(query + n, key + first);
+                for (int i = 0; i < TOGETHER; i++) std::memcpy(score[n + i] + place + first, (float*)&found + i * KEYS, KEYS * sizeof(float));
             }
+        for (; n < pairs; n++) store(score[n] + place, scores_of<CHUNKS, 1>(query + n, key));
+    }
+
+    // The outputs of `pairs` queries += `count` values: four of them read a value together, for long sums do not wait for each other.
+    static void add(const float* const* weights, int64_t pairs, int64_t place, const float* const* value, int64_t count, float* const* out) {
+        constexpr int TOGETHER = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 2 : 1;
+        int64_t n = 0;
+        for (; n + TOGETHER <= pairs; n += TOGETHER) weigh<CHUNKS, TOGETHER>(weights + n, place, value, count, out + n);
+        for (; n < pairs; n++) weigh<CHUNKS, 1>(weights + n, place, value, count, out + n);
+    }
+
+    void run() const {
+        const int64_t h = s.head_dim, pairs = queries * heads, width = (s.heads + 2 * s.kv_heads) * h;
+        const float* query[PAIRS];
+        float *scores_at[PAIRS], *out[PAIRS], totals[PAIRS];
+        for (int64_t n = 0; n < pairs; n++) {
+            const int64_t m = row * p.queries + first + n / heads, i = head + n % heads;
+            query[n] = p.qkv + m * width + i * h;
+            scores_at[n] = scores + n * p.most;
+            out[n] = p.context + (m * s.heads + i) * h;
+            std::memset(out[n], 0, h * sizeof(float));
         }
-        each_committed(values, [&](int64_t place, const float* const* value, int64_t count) {
-            for (int64_t n = 0; n < queries; n++)
-                for (int64_t i = 0; i < heads; i++) weigh<CHUNKS>(scores_at(n, i) + place, value, count, out(n, i));
-        });
+        each_committed(keys, [&](int64_t place, const float* const* key, int64_t) { score(query, scores_at, pairs, place, key); });
         for (int64_t n = 0; n < queries; n++) {
-            each_node(n, values, [&](int64_t place, const float* const* value, int64_t count) {
-                for (int64_t i = 0; i < heads; i++) weigh<CHUNKS>(scores_at(n, i) + place, value, count, out(n, i));
-            });
-            for (int64_t i = 0; i < heads; i++)
-                for (int64_t d = 0; d < h; d++) out(n, i)[d] /= totals[n * heads + i];
+            const int64_t from = n * heads;
+            int64_t count = each_node(n, keys, [&](int64_t place, const float* const* key, int64_t) { score(query + from, scores_at + from, heads, place, key); });
+            for (int64_t i = from; i < from + heads; i++) totals[i] = soften(scores_at[i], count);
         }
+        each_committed(values, [&](int64_t place, const float* const* value, int64_t count) { add(scores_at, pairs, place, value, count, out); });
+        for (int64_t n = 0; n < queries; n++)
+            each_node(n, values, [&](int64_t place, const float* const* value, int64_t count) { add(scores_at + n * heads, heads, place, value, count, out + n * heads); });
+        for (int64_t n = 0; n < pairs; n++)
+            for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];
     }
 };
 

@@ -1,13 +1,12 @@
 // Records, as in _records.py; linear layers and norms.
 #pragma once
 
-#include "vectors.h"
+#include "tiles.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8 };
-enum End : int { STORE, ADD, GATE };  // what is done with a linear layer's output: y = it, y += it, y = silu(first half) * second half
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, QUADS };
 
 struct Matrix {
-    const void* data;    // [panel][input][32]; null: there is none
+    const void* data;    // panels, as tiles.h says; null: there is none
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
     int64_t kind, inputs, outputs;  // outputs: a multiple of 32
@@ -41,60 +40,36 @@ struct Pass {
     int64_t threads;
 };
 
-static inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
-
-template <int ROWS, class W>
-static void tile(const float* x, int64_t ldx, const W* w, int64_t inputs, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
-    Floats a[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; k++, w += PANEL) {
-        Floats first = load(w), second = load(w + LANES);
-        __builtin_prefetch((const char*)w + 4096);
-        for (int m = 0; m < ROWS; m++) {
-            Floats b = all(x[m * ldx + k]);
-            a[m][0] = fma(b, first, a[m][0]);
-            a[m][1] = fma(b, second, a[m][1]);
-        }
-    }
-    for (int m = 0; m < ROWS; m++, y += ldy) {
-        for (int half = 0; half < 2; half++) {
-            if (scale) a[m][half] *= load(scale + half * LANES);
-            if (bias) a[m][half] += load(bias + half * LANES);
-        }
-        if (end == GATE) {
-            store(y, silu(a[m][0]) * a[m][1]);
-        } else {
-            store(y, end == ADD ? load(y) + a[m][0] : a[m][0]);
-            store(y + LANES, end == ADD ? load(y + LANES) + a[m][1] : a[m][1]);
-        }
-    }
-}
-
-template <class W, int ROWS>
-static void tiles(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t inputs, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
-    if constexpr (ROWS > 1)
-        if (rows < ROWS) return tiles<W, ROWS - 1>(rows, x, ldx, w, inputs, scale, bias, y, ldy, end);
-    tile<ROWS>(x, ldx, w, inputs, scale, bias, y, ldy, end);
-}
-
+// x [M, inputs] of at most BLOCK rows through all panels. The tiles of a panel are of one size, as nearly as can be.
 template <class W>
 static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    const int64_t count = (M + TILE - 1) / TILE, width = end == GATE ? LANES : PANEL;
+    constexpr int MOST = most_rows<W>();
+    constexpr bool quads = std::is_same<W, Quad>::value;
+    const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
+    const int64_t size = PANEL * w.inputs, bytes = size * sizeof(W), group = sizeof(W) == 1 && !quads ? PANEL : 128;  // what is read at once
+    const Digits* digits = quads ? take_apart(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
-        const W* panel = (const W*)w.data + n * PANEL * w.inputs;
+        const W* panel = (const W*)w.data + n * size;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
         for (int64_t i = 0; i < count; i++) {
-            int64_t m = i * M / count, end_m = (i + 1) * M / count;  // tiles of one size, as nearly as can be
-            tiles<W, TILE>(end_m - m, x + m * ldx, ldx, panel, w.inputs, scale, bias, y + m * ldy + n * width, ldy, end);
+            const int64_t m = i * M / count, rows = (i + 1) * M / count - m;
+            const Input in = digits ? digits->from(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
+            const Ahead ahead = count == 1 ? Ahead{(const char*)panel + NEAR, group} : Ahead{(const char*)(panel + size) + i * (bytes / count), group / count};
+            tiles<W, MOST>(rows, in, panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
         }
     }
 }
 
 // Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    if (w.kind == INT8) panels<int8_t>(w, x, ldx, M, y, ldy, end);
-    else if (w.kind == BFLOAT16) panels<uint16_t>(w, x, ldx, M, y, ldy, end);
-    else panels<float>(w, x, ldx, M, y, ldy, end);
+    for (; M > 0; M -= BLOCK, x += BLOCK * ldx, y += BLOCK * ldy) {
+        const int64_t rows = M < BLOCK ? M : BLOCK;
+        if (w.kind == QUADS) panels<Quad>(w, x, ldx, rows, y, ldy, end);
+        else if (w.kind == INT8) panels<int8_t>(w, x, ldx, rows, y, ldy, end);
+        else if (w.kind == BFLOAT16) panels<uint16_t>(w, x, ldx, rows, y, ldy, end);
+        else panels<float>(w, x, ldx, rows, y, ldy, end);
+    }
 }
 
 static inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* y) {

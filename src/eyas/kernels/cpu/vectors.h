@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 #include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -14,7 +15,6 @@
 using std::int64_t;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
 
 constexpr int LANES = 16, PANEL = 2 * LANES, PAIRS = 24, FEW = 32;  // PAIRS: (query, head) that read a key together
 #if defined(__AVX512F__)
@@ -33,13 +33,6 @@ static inline int thread_number() { return 0; }
 static inline Floats load(const float* p) { Floats v; std::memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 static inline Floats all(float x) { return x - Floats{}; }
-
-static inline Floats load(const uint16_t* p) {  // bfloat16
-    Halves half;
-    std::memcpy(&half, p, sizeof half);
-    Ints wide = __builtin_convertvector(half, Ints) << 16;
-    return (Floats)wide;
-}
 
 static inline Floats load(const int8_t* p) {
 #if defined(__AVX512F__)

@@ -201,3 +201,38 @@ def test_noise_is_that_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> 
     for ours, torchs in zip(found, [noise.gumbel(position_BN, vocab, stream) for vocab in (8001, ids) for stream in (0, 2)], strict=True):
         torch.testing.assert_close(ours, torchs, rtol=2e-7, atol=2e-7)
         assert (ours == torchs).float().mean() > 0.999
+
+
+@needs
+@pytest.mark.parametrize("vocab", [1, 7, 8001])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 20.0])
+def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
+    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat laws, where every token may win, and
+    sharp ones; impossible tokens; rows with a seed each, greedy ones, and ties."""
+    seeds = torch.tensor([0, 3, 2**62 + 5])
+    noise, position_B = Noise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
+    for turn in range(20):
+        generator = torch.Generator().manual_seed(turn)
+        scores_BNV = scale * torch.randn(3, 6, vocab, generator=generator)
+        if turn % 2 and vocab > 1:
+            scores_BNV[torch.rand(scores_BNV.shape, generator=generator) < 0.9] = -torch.inf
+            scores_BNV[..., -1] = 0.0
+        depth_BN = torch.tensor([0, 1, 1, 2, 2, 3]).expand(3, 6)
+        drawn_BN, broken_B = kernels.draw(scores_BNV, depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
+        gumbel_BNV = noise.gumbel(position_B[:, None] + depth_BN + 1, vocab)
+        key_BNV = (scores_BNV - scores_BNV.amax(-1, keepdim=True)) + gumbel_BNV
+        assert torch.equal(drawn_BN, key_BNV.argmax(-1))
+        assert not broken_B.any()
+
+
+@needs
+def test_a_draw_from_no_number_is_said() -> None:
+    """Guards the check of a target's scores, wherever in a row the fault stands."""
+    for at in (0, 15, 16, 36):
+        scores_BNV = torch.zeros(2, 3, 37)
+        scores_BNV[1, 2, at] = torch.nan
+        _, broken_B = kernels.draw(
+            scores_BNV, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long),
+            torch.zeros(2, dtype=torch.bool), 0,
+        )  # fmt: skip
+        assert broken_B.tolist() == [False, True]

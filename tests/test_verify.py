@@ -191,6 +191,9 @@ class Script(Noise):
         noise_BNV = table_BXV.gather(1, index_BN[..., None].expand(-1, -1, vocab))
         return Recorded.of(noise_BNV, self.added)
 
+    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> None:
+        """The kernels' draws know the hash's noise only; tests/test_kernels.py holds them to it."""
+
     def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
         assert self.answer_BC is not None
         depth_B = position_B - self.root_B - 1

@@ -103,6 +103,16 @@ class _Row:
         return len(self.tokens) - len(self.request.prompt)
 
 
+@dataclass(frozen=True)
+class _Present:
+    """Of the requests in flight."""
+
+    sampling: tuple[Sampling, ...]
+    noise: Noise
+    active_B: Tensor
+    busy: tuple[int, ...]
+
+
 class Decoder:
     """Decodes up to `rows` requests at a time; more wait in line.
 
@@ -125,6 +135,7 @@ class Decoder:
         self.rows: list[_Row | None] = [None] * rows
         self.left: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values an empty row still holds
         self._tickets = 0
+        self._present: _Present | None = None  # what is the same in every cycle while no row changes hands
 
     @property
     def finished(self) -> bool:
@@ -191,7 +202,7 @@ class Decoder:
             verdict = verify(root, scores_1V[None], position_B, Noise.of([request.sampling], scores_1V.device))
             self._check_nan(bool(torch.isnan(scores_1V).any()), request.prompt)
             row = _Row(ticket, request, list(request.prompt), self._history(request))
-            self.rows[b] = row
+            self.rows[b], self._present = row, None
             steps.append(self._give(b, [int(verdict.bonus_B)], 0, clock, prefill=True))
         return steps
 
@@ -221,20 +232,24 @@ class Decoder:
 
     def _roots(self) -> Roots:
         device, rows = self.model.device, self.rows
-        sampling = tuple(row.request.sampling if row else Sampling() for row in rows)
-        history = None
+        if self._present is None:
+            sampling = tuple(row.request.sampling if row else Sampling() for row in rows)
+            active_B = torch.tensor([row is not None for row in rows], device=device)
+            busy = tuple(b for b, row in enumerate(rows) if row is not None)
+            self._present = _Present(sampling, Noise.of(sampling, device), active_B, busy)
+        present, history = self._present, None
         if any(row is not None and row.history_V is not None for row in rows):
             blank_V = torch.zeros(self.model.vocab_size, dtype=torch.bool, device=device)
             history = torch.stack([blank_V if row is None or row.history_V is None else row.history_V for row in rows])
         roots = Roots(
             tokens_B=torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device),
             position_B=self.target.length_B,
-            active_B=torch.tensor([row is not None for row in rows], device=device),
-            sampling=sampling,
-            noise=Noise.of(sampling, device),
+            active_B=present.active_B,
+            sampling=present.sampling,
+            noise=present.noise,
             longest=max(self.target.lengths),
             history_BV=history,
-            busy=tuple(b for b, row in enumerate(rows) if row is not None),
+            busy=present.busy,
         )
         return roots if self.policy is None else replace(roots, decision=self.policy.decide(roots))
 
@@ -302,7 +317,7 @@ class Decoder:
         """The row is empty; with `reuse`, what it holds may serve the next prompt."""
         row = self.rows[b]
         assert row is not None
-        self.rows[b] = None
+        self.rows[b], self._present = None, None
         if self.reuse:
             self.left[b] = row.tokens
         else:

@@ -72,6 +72,8 @@ def _twins(tree: Tree, tokens_BN: Tensor) -> Tensor:
 
 def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Tensor:
     """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position."""
+    if (draw_BN := noise.draw(scores_BNV, tree.depth_BN, position_B)) is not None:
+        return draw_BN
     position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
     if noise.all_greedy:
         return scores_BNV.argmax(-1)

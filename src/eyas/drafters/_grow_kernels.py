@@ -80,7 +80,7 @@ class Grower:
         if shape.noise == "shared" and not roots.noise.all_greedy:
             which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, shape.depth + 1)
-            noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which).contiguous()
+            noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
             shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, SHARPNESS,
             torch.tensor([0.0 if s.greedy else s.temperature for s in roots.sampling], dtype=torch.float32), noise_BLv,

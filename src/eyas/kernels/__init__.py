@@ -10,14 +10,14 @@ Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nod
 from __future__ import annotations
 
 from eyas.kernels._build import UnavailableError, library, outcome
-from eyas.kernels._cycle import commit, follow, gumbel
+from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, Plan, grow
 from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, Pass, Shape
 from eyas.kernels._linear import Matrix, Storage, Team, head, linear, pack, pack_gated, rms_norm
 
 __all__ = [
     "HEAD_DIMS", "Grown", "Layer", "Layers", "Matrix", "Net", "Pass", "Pending", "Plan", "Shape", "Storage", "Team", "UnavailableError",
-    "available", "commit", "follow", "grow", "gumbel", "head", "library", "linear", "pack", "pack_gated", "rms_norm", "why_not",
+    "available", "commit", "draw", "follow", "grow", "gumbel", "head", "library", "linear", "pack", "pack_gated", "rms_norm", "why_not",
 ]  # fmt: skip
 
 

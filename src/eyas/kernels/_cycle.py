@@ -9,8 +9,11 @@ from torch import Tensor
 
 from eyas.kernels import _records
 from eyas.kernels._build import library
+from eyas.kernels._linear import Team, count
 
-__all__ = ["commit", "follow", "gumbel"]
+__all__ = ["commit", "draw", "follow", "gumbel"]
+
+SMALL = 2**15  # scores that one thread draws from before others are awake; noise takes it four times as long
 
 
 def follow(
@@ -39,7 +42,7 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     )  # fmt: skip
 
 
-def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor) -> Tensor:
+def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: Team = None) -> Tensor:
     """float32 [B, N, V]: what `sampling.Noise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
     (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
     noise_BNV = torch.empty(B, N, V)
@@ -48,6 +51,23 @@ def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, v
     ids = None if isinstance(vocab, int) else vocab.contiguous()
     library().eyas_gumbel(
         seed, greedy, c_int64(stream), position, c_int64(B), c_int64(N), c_void_p(_records.at(ids)), c_int64(V),
-        c_void_p(noise_BNV.data_ptr()),
+        c_void_p(noise_BNV.data_ptr()), c_int64(1 if B * N * V <= SMALL // 4 else count(threads)),
     )  # fmt: skip
     return noise_BNV
+
+
+def draw(
+    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, stream: int, threads: Team = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """int64 [B, N]: the tokens drawn at nodes of these depths below roots at `position`, by the largest score + noise of the position
+    behind the node, as `sampling.Noise` has it; bool [B]: rows with a score that is not a number. The noise of a token is only worked out
+    where the token could still win."""
+    B, N, V = scores_BNV.shape
+    given = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
+    drawn_BN, broken_B = torch.empty(B, N, dtype=torch.long), torch.empty(B, dtype=torch.bool)
+    scores, depth, seed, greedy, position = (c_void_p(x.data_ptr()) for x in given)
+    library().eyas_draw(
+        scores, depth, seed, greedy, c_int64(stream), position, *map(c_int64, (B, N, V)), c_void_p(drawn_BN.data_ptr()),
+        c_void_p(broken_B.data_ptr()), c_int64(1 if B * N * V <= SMALL else count(threads)),
+    )  # fmt: skip
+    return drawn_BN, broken_B

@@ -62,21 +62,38 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float ep
 
 // Gumbel noise [B, N, V] of (seed, stream, position, token), as sampling.py defines it; zero in greedy rows. ids: the tokens, or null: all.
 void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream, const int64_t* position, int64_t B, int64_t N, const int64_t* ids,
-                 int64_t V, float* noise) {
-    constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
-    for (int64_t row = 0; row < B * N; row++, noise += V) {
+                 int64_t V, float* noise, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < B * N; row++) {
         if (greedy[row / N]) {
-            std::memset(noise, 0, V * sizeof(float));
+            std::memset(noise + row * V, 0, V * sizeof(float));
             continue;
         }
-        const uint64_t key = mix(mix(mix((uint64_t)seed[row / N] + GOLDEN) + (uint64_t)stream) + (uint64_t)(position[row] + 1) * GOLDEN);
+        const Bits bits(seed[row / N], stream, position[row]);
         for (int64_t begin = 0; begin < V; begin += 8) {
             const int64_t count = V - begin < 8 ? V - begin : 8;
-            Words token = {};
-            for (int64_t i = 0; i < count; i++) token[i] = ids ? ids[begin + i] : begin + i;
-            Words bits = mix(key + (token + 1) * GOLDEN) >> 12;
-            Doubles u = (__builtin_convertvector(bits, Doubles) + 0.5) * 0x1p-52, g = -logarithm(-logarithm(u));
-            for (int64_t i = 0; i < count; i++) noise[begin + i] = (float)g[i];
+            Words token = Bits::from(begin);
+            if (ids) std::memcpy(&token, ids + begin, count * sizeof(int64_t));
+            Doubles g = gumbel(bits.of(token));
+            for (int64_t i = 0; i < count; i++) noise[row * V + begin + i] = (float)g[i];
+        }
+    }
+}
+
+// The token drawn at every node [B, N] from its scores [B, N, V]: the largest of score + noise of the position behind the node's, the
+// largest score in greedy rows. broken [B]: rows with a score that is not a number.
+void eyas_draw(const float* scores, const int64_t* depth, const int64_t* seed, const uint8_t* greedy, int64_t stream, const int64_t* position,
+               int64_t B, int64_t N, int64_t V, int64_t* drawn, uint8_t* broken, int64_t threads) {
+    std::memset(broken, 0, B);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < B * N; row++) {
+        const int64_t b = row / N;
+        const Bits bits(seed[b], stream, position[b] + depth[row] + 1);
+        bool bad = false;
+        drawn[row] = draw(scores + row * V, V, greedy[b] ? nullptr : &bits, bad);
+        if (bad) {
+#pragma omp atomic write
+            broken[b] = 1;
         }
     }
 }

@@ -1,6 +1,6 @@
 """Tables of docs/papers.md from the benches of runs/papers.sh, each beside the published one.
 
-    python runs/papers.py --benches out/papers --output docs/papers.md
+    python runs/papers.py --benches out/papers --heads src/eyas/tiny/weights --heads out/heads --output docs/papers.md
 
 Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's leaderboard of 2025-04-22. Benches that
 are not there are left out and named at the end. This program measures nothing.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from _command import run
+from safetensors import safe_open
 
+from eyas import tiny
 from eyas.bench.report import read_summary
 from eyas.errors import InputError
 from eyas.train.state import write_text
@@ -223,7 +226,42 @@ SECTIONS: dict[str, tuple[str, Callable[[Bench], str]]] = {
 }
 
 
-def page(folder: Path) -> str:
+# Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for 33B, 0.99B for 70B).
+SHARES = "EAGLE-1 for 7B 3.4 %, 13B 2.8 %, 33B 1.7 %, 70B 1.4 %, 1-2 days on four A100 for 70B (68,000 dialogues)"
+TRAINED = {
+    "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four stages)", "medusa": "Medusa, 4 heads",
+    "hydra": "Hydra, 4 heads", "hydra++": "Hydra++, 4 heads", "small_model": "small model",
+    **{f"eagle1-{inputs}": NAMES[f"eagle1:head=eagle1-{inputs}"] for inputs in ("shifted", "unshifted", "feature", "token")},
+}  # fmt: skip
+
+
+def trained(folders: Sequence[Path]) -> str:
+    """What heads are in size, and what their training took, of every folder in `folders` that holds a training."""
+    whole, lines = sum(weight.numel() for weight in tiny.model().parameters()), []
+    for head in sorted((f for folder in folders for f in folder.iterdir() if f.name in TRAINED), key=lambda f: list(TRAINED).index(f.name)):
+        record = json.loads((head / "training.json").read_text())
+        count = sum(numbers(file) for file in head.glob("*.safetensors"))
+        last = record["losses"][-1]
+        tokens, minutes = record["tokens"], record["seconds"] / 60
+        size = [f"{count / 1e6:.2f}M", f"{100 * count / whole:.1f} %"]
+        cost = [f"{tokens / 1e6:.2f}M", str(record["steps"]), f"{minutes:.0f}", f"{tokens / minutes / 60:,.0f}"]
+        lines.append([TRAINED[head.name], *size, *cost, number(last.get("accuracy")), number(last.get("0-alpha"))])
+    head_line = ["", "parameters", "of the target's", "tokens", "steps", "minutes", "tokens/s", "held-out accuracy", "0-alpha"]
+    said = (
+        f"The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of tokens count (Medusa's heads have one "
+        "each), those that it shares with the target do not. On the two cores of a CPU, in float32, most of them beside other work.\n"
+    )
+    return f"{said}\n{table(head_line, lines)}"
+
+
+def numbers(file: Path) -> int:
+    """Parameters in a file of weights."""
+    with safe_open(file, "pt") as held:
+        slices = [held.get_slice(key) for key in held.keys()]  # noqa: SIM118
+        return sum(math.prod(part.get_shape()) for part in slices if part.get_dtype().startswith(("F", "BF")))
+
+
+def page(folder: Path, heads: Sequence[Path] = ()) -> str:
     """The whole page but for what a person wrote: that stands in docs/results.md."""
     parts, missing = [], []
     for name, (heading, tell) in SECTIONS.items():
@@ -233,6 +271,8 @@ def page(folder: Path) -> str:
         parts.append(f"## {heading}\n\n{tell(Bench(name, read_summary(folder / name)))}")
     if not parts:
         raise InputError(f"{folder} holds no finished bench of runs/papers.sh")
+    if heads:
+        parts.append(f"## What the heads are, and what their training took (EAGLE-1, section 4)\n\n{trained(heads)}")
     if missing:
         parts.append(f"Not run: {', '.join(missing)}.\n")
     intro = (
@@ -249,8 +289,11 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=Path("docs/results"), help="where the benches' summaries are kept (default: %(default)s)"
     )
+    parser.add_argument(
+        "--heads", type=Path, action="append", default=[], metavar="FOLDER", help="that hold trained heads; may be repeated"
+    )
     args = parser.parse_args()
-    write_text(args.output, page(args.benches))
+    write_text(args.output, page(args.benches, args.heads))
     for name in SECTIONS:
         if (path := args.benches / name / "summary.json").exists():
             write_text(args.results / f"papers_{name}.json", relative(path.read_text()))

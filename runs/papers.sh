@@ -67,7 +67,7 @@ EOF
         done ;;
     nestling) bench nestling --target "$NESTLING" --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --temperature 0 --temperature 1 \
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) "$PYTHON" runs/papers.py --benches "$OUT" --output docs/papers.md ;;
+    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads src/eyas/tiny/weights --heads "$HEADS" --output docs/papers.md ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

@@ -198,3 +198,12 @@ def test_intervals_are_paired(command: Any) -> None:
     value, low, high = draw.ratio(emitted, cycles)
     assert low < value < high
     assert draw.ratio(cycles * 0, cycles * 0) == [None, None, None]
+
+
+def test_the_table_of_heads(command: Any) -> None:
+    """Guards the count of parameters: EAGLE-1's layer and its fc, without the embeddings that it shares with the target, nor integers."""
+    weights = RUNS.parent / "src" / "eyas" / "tiny" / "weights"
+    (line,) = (line for line in command("papers").trained([weights]).splitlines() if "EAGLE-1 and EAGLE-2 (shipped)" in line)
+    hidden, inner, kv = 384, 1024, 128
+    layer = 2 * hidden * hidden + hidden + 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + hidden
+    assert line.split("|")[2].strip() == f"{layer / 1e6:.2f}M"

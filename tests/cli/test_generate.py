@@ -67,9 +67,10 @@ def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -
 
 
 def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) -> None:
+    said = answer("hello", "--draft", "head")["text"]
     result = run("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 24, "hello")
     assert result.exit_code == 0
-    assert result.stdout == answer("hello", "--draft", "head")["text"] + "\n"
+    assert result.stdout == said + "\n"
     assert re.fullmatch(
         r"eyas: 24 tokens in [\d.]+ s \([\d.]+ tokens/s\), tau 1.\d\d, eagle2, cut at the length asked for\n", result.stderr
     )
@@ -79,6 +80,14 @@ def test_without_a_draft_it_says_so(run: Run) -> None:
     result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
     assert "no --draft: the text itself drafts (suffix)" in result.stderr
     assert run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
+
+
+def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against a silent wait of some seconds; and against saying so each time, or where nothing is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ask = ("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 4, "hello")
+    assert "timed on this machine" not in run(*ask, "--tree", "fixed").stderr
+    assert ["timed on this machine" in run(*ask).stderr for _ in range(2)] == [True, False]
 
 
 def test_prompt_ids_need_no_tokenizer(run: Run, answer: Run) -> None:

@@ -11,10 +11,11 @@ This module knows no command.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import rich_click as click
 
@@ -43,10 +44,31 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+class _Notes(logging.Handler):
+    """What eyas logs while a command runs are notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    logger, handler = logging.getLogger("eyas"), _Notes(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def status_of(run: Callable[[], object]) -> int:
     """Run it; the exit status. What is not the user's or the machine's doing escapes."""
     try:
-        status = run()
+        with _noted():
+            status = run()
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except Interrupted as stop:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from eyas.target import Target
 from eyas.tree import Seen, Tree, Verdict
 
 __all__ = ["Costs", "draft_cost", "key_of", "measure", "place_of", "remembered", "seconds_of", "verify_cost"]
+
+log = logging.getLogger(__name__)  # the command line shows what it says
 
 FORMAT = 1
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -262,6 +265,7 @@ def remembered(drafter: Drafter, force: bool = False, make: Callable[[Drafter], 
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["key"] == key:
                 return Costs.from_json(found["costs"]), True
+    log.info("passes and drafts of %s are timed on this machine, once: some seconds (a tree of fixed size goes without)", name_of(drafter))
     costs = make(drafter)
     with suppress(OSError):  # then they are measured again the next time
         path.parent.mkdir(parents=True, exist_ok=True)

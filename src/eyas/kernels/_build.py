@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -18,6 +19,8 @@ from functools import cache
 from pathlib import Path
 
 __all__ = ["UnavailableError", "library", "outcome"]
+
+log = logging.getLogger(__name__)  # the command line shows what it says
 
 FOLDER = Path(__file__).with_name("cpu")
 SOURCE = FOLDER / "kernels.cpp"
@@ -91,6 +94,7 @@ def _key(compiler: list[str]) -> str:
 
 def _compile(compiler: list[str], path: Path) -> None:
     """With threads, or without where the compiler has no OpenMP; the file appears whole or not at all."""
+    log.info("kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
     problem = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

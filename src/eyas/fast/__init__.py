@@ -1,7 +1,7 @@
 """Faster ways to run the same forward.
 
 `prepared` gives a target the best of them that suits it and the machine. `cpu`: compiled kernels for families that it knows. `graphs`: the
-model's own forward as CUDA graphs.
+model's own forward as CUDA graphs. `attention`: grouped-query attention over trees without copies of keys and values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The target's pass on a GPU as a replayed CUDA graph: the model's own forward without the launches of its thousand kernels.
 
 A graph holds one shape: rows, new nodes, nodes, and a width of the cache that is a multiple of BUCKET. What a pass reads is copied into the
-graph's own inputs, masks and slots are worked out inside, logits and features lie where the graph left them. Prompts, and trees that are
-larger than LARGEST, run as ever; so does a shape whose capture fails, with a warning.
+graph's own inputs, masks and slots are worked out inside, logits and features lie where the graph left them. Keys and values are read where
+they lie (attention.py). Prompts, and trees that are larger than LARGEST, run as ever; so does a shape whose capture fails, with a warning.
 
 Written and tested for its shapes on a CPU, where `capture` just runs the work again. Not yet run on a GPU.
 Letters: R rows, Q new nodes, T nodes in slots.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.fast.attention import packed
 from eyas.kernels import Team
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
@@ -98,8 +99,7 @@ class GraphRunner:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         if (found := self._graphs[key]) is None:
-            _aim(work)
-            return self.own(work)
+            return self._run(work)
         inputs, (seen, again) = found
         inputs.fill(work)
         again()
@@ -109,18 +109,15 @@ class GraphRunner:
         inputs = _Inputs.like(work)
         mine = replace(work, **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__})
 
-        def run() -> Seen:
-            _aim(mine)
-            return self.own(mine)
-
         try:
-            return inputs, self.capture(run)
+            return inputs, self.capture(lambda: self._run(mine))
         except RuntimeError as error:
             warnings.warn(f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
             return None
 
-
-def _aim(work: Work) -> None:
-    """The cache is told where the new nodes go."""
-    T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
-    work.cache.at(work.span, work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
+    def _run(self, work: Work) -> Seen:
+        """The cache is told where the new nodes go, then the model runs."""
+        T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
+        work.cache.at(work.span, work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
+        with packed(self.target.family.layers):
+            return self.own(work)

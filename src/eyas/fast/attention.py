@@ -1,0 +1,69 @@
+"""Grouped-query attention over a tree without copies of keys and values.
+
+transformers' sdpa repeats keys and values for every query head as soon as more than one token is verified: at 4,000 tokens of context and
+four heads a group that is four times the cache, read and written, in every layer of every pass. Here the heads of a group stand one below
+the other as further queries of their key-value head, so keys and values are read where they lie:
+
+    queries [B, K x G, N, h]  ->  [B, K, G x N, h]        mask [B, 1, N, W]  ->  [B, 1, G x N, W]
+
+The sums are those of sdpa, in an order of its choice. Registered with transformers under NAME, for models whose attention is sdpa;
+`packed` puts it in their place for a while.
+
+Letters: B rows, K key-value heads, G query heads that share one, N new nodes, W slots, h width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+__all__ = ["NAME", "attend", "packed"]
+
+NAME = "eyas_packed"
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **more: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What transformers calls: query [B, K x G, N, h], key and value [B, K, W, h], an additive mask [B, 1, N, W]; returns [B, N, K x G, h].
+
+    Whatever is not a masked forward with heads in groups is left to sdpa.
+    """
+    (B, H, N, _), K = query.shape, key.shape[1]
+    usual = attention_mask is None or attention_mask.shape[1] != 1 or dropout or any(x is not None for x in _odd(more))
+    if H == K or usual or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+    G, W = H // K, key.shape[2]
+    mask_BXW = attention_mask[..., :W].expand(-1, G, -1, -1).reshape(attention_mask.shape[0], 1, G * N, W)
+    found = nn.functional.scaled_dot_product_attention(query.reshape(B, K, G * N, -1), key, value, attn_mask=mask_BXW, scale=scaling)
+    return found.reshape(B, H, N, -1).transpose(1, 2).contiguous(), None
+
+
+def _odd(more: dict[str, Any]) -> Iterator[Any]:
+    """What this attention does not know."""
+    return (more.get(name) for name in ("softcap", "s_aux", "position_bias", "cache"))
+
+
+AttentionInterface.register(NAME, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+@contextmanager
+def packed(layers: nn.ModuleList) -> Iterator[None]:
+    """Decoder layers whose attention is sdpa attend without copies; they are put back as they were."""
+    found: list[Any] = [getattr(module, "config", None) for module in layers.modules()]
+    configs = {id(config): config for config in found if getattr(config, "_attn_implementation", None) == "sdpa"}
+    for config in configs.values():
+        config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config._attn_implementation = "sdpa"

@@ -39,10 +39,16 @@ def tree_of(seed: int, shape: Shape) -> tuple[list[int], list[float], Draft]:
 
 
 Share = Callable[[int], float]
+SPARE: Any = object()  # which drafts chains of 8, by `Machine`
+GUESSES = Draft(Tree.chain(1, 9), torch.zeros(1, 9, dtype=torch.long))
+NO_GUESS = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
 
 
 class Machine:
-    """Seconds by `costs`, times `pace` of the cycle's number; a head whose confidences are right to the share `skill` of that number."""
+    """Seconds by `costs`, times `pace` of the cycle's number; a head whose confidences are right to the share `skill` of that number.
+
+    Text that a spare has a guess about in the share `found` of cycles, each token of which is right with the chance `right`.
+    """
 
     def __init__(
         self,
@@ -50,7 +56,10 @@ class Machine:
         skill: Share = lambda t: 1.0,
         pace: Share = lambda t: 1.0,
         rows: int = 1,
+        found: Share = lambda t: 1.0,
+        right: Share = lambda t: 0.0,
     ) -> None:
+        self.found, self.right = found, right
         self.costs, self.skill, self.pace, self.rows, self.dice = costs, skill, pace, rows, random.Random(0)
         self.decisions: list[Decision] = []
         self.tokens, self.seconds = 0, 0.0
@@ -62,17 +71,26 @@ class Machine:
             self.decisions.append(decision)
             shape = decision.shape or own
             took = self.costs.plain(self.rows) if decision.plain else self.costs.cycle(shape, self.rows)
+            guessed = [self.dice.random() < self.found(t) for _ in range(self.rows)]
+            if decision.spare is not None:
+                took = self.costs.plain(9 * self.rows) if any(guessed) else self.costs.plain(self.rows)
             took *= self.pace(t) * self.dice.uniform(0.97, 1.03)
-            steps = [self._step(row, decision, shape, took, t) for row in range(self.rows)]
+            steps = [self._step(row, decision, shape, took, t, guessed) for row in range(self.rows)]
             policy.learn(steps)
             tokens = sum(len(s.path) for s in steps)
             self.per_cycle.append((tokens, took))
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + took
         return self
 
-    def _step(self, row: int, decision: Decision, shape: Shape, took: float, t: int) -> Step:
+    def _step(self, row: int, decision: Decision, shape: Shape, took: float, t: int, guessed: list[bool]) -> Step:
         if decision.plain:
             return Step(0, (0,), 0, False, None, (0,), None, row, took, decision=decision)
+        if decision.spare is not None:
+            length = 1
+            while guessed[row] and length < 9 and self.dice.random() < self.right(t):
+                length += 1
+            draft = GUESSES if any(guessed) else NO_GUESS
+            return Step(0, (0,), 0, False, None, tuple(range(length)), draft, row, took, decision=decision)
         parents, values, draft = tree_of(self.dice.randrange(40), shape)
         path = [0]
         while True:
@@ -90,6 +108,9 @@ class Machine:
         tokens = sum(n for n, _ in self.per_cycle[since:])
         seconds = sum(s / self.pace(t + since) for t, (_, s) in enumerate(self.per_cycle[since:]))
         return tokens / seconds * self.costs.plain(self.rows) / self.rows
+
+    def share_of_spare(self, since: int = 0) -> float:
+        return sum(d.spare is not None for d in self.decisions[since:]) / len(self.decisions[since:])
 
     def share_of_plain(self, since: int = 0) -> float:
         return sum(bool(d.plain) for d in self.decisions[since:]) / len(self.decisions[since:])

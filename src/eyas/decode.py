@@ -2,7 +2,8 @@
 
     step = draft -> verify in one pass of the target -> commit -> emit
 
-Before a cycle a `Policy` may say how large a tree to grow, or that rows go without a draft; after it, it is shown the cycle's Steps.
+Before a cycle a `Policy` may say how large a tree to grow, that another drafter drafts, or that rows go without a draft; after it, it is
+shown the cycle's Steps.
 
 `Step` records say what one cycle did for one row; generate, stream, metrics and views are folds over them.
 This module knows no method, no tokenizer and no model family.
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from eyas.cache import common_prefix
 from eyas.drafters import Decision, Drafter, Roots
+from eyas.drafters._merge import name_of
 from eyas.drafters._sleep import Sleeper
 from eyas.errors import InputError, ModelError
 from eyas.sampling import Noise, Sampling, process
@@ -37,7 +39,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor
 
 
 class Policy(Protocol):
-    """Which trees, and whether to draft at all.
+    """Which trees, whose, and whether to draft at all.
 
     It is asked before a cycle's draft, so it knows what came before and nothing that this cycle draws: also where children are drawn, the
     text keeps the target's law.
@@ -83,9 +85,12 @@ class Step:
 
     @property
     def decided(self) -> str:
-        """What the policy had drafted for this row: "plain" (nothing), "nodes/depth/branch", or "own" (as the options say)."""
-        shape = self.decision.shape
-        return "plain" if self.row in self.decision.plain else "own" if shape is None else "/".join(map(str, shape))
+        """What the policy had drafted for this row: "plain" (nothing), "suffix" (or what else the spare is called), "nodes/depth/branch",
+        or "own" (as the options say)."""
+        shape, spare = self.decision.shape, self.decision.spare
+        if self.row in self.decision.plain:
+            return "plain"
+        return name_of(spare) if spare is not None else "own" if shape is None else "/".join(map(str, shape))
 
 
 @dataclass
@@ -250,6 +255,7 @@ class Decoder:
             longest=max(self.target.lengths),
             history_BV=history,
             busy=present.busy,
+            texts=tuple(row.tokens if row else () for row in rows),
         )
         return roots if self.policy is None else replace(roots, decision=self.policy.decide(roots))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import zoo
+from eyas import drafters
 from eyas.bench import cost
 from eyas.bench.cost import Need
 from eyas.bench.profile import bound, cycles_of, trace_names
@@ -40,10 +43,15 @@ def test_stages_of_a_cycle() -> None:
 
 
 def test_cycles_without_a_draft_are_apart() -> None:
-    """Bug: a governor that let half of the cycles go plain halves the draft; or nothing is left when all of them were."""
+    """Bugs: a governor that let half of the cycles go plain halves the draft, another drafter's cycles count as the method's; or nothing is
+    left when all of them were plain."""
     some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (cycle(1, nodes=1, plain=True), 0.006)], 10, warm=0)
     assert some is not None
     assert (some["cycles"], some["plain"], some["nodes"], some["cycle_ms"]) == (1, 1, 6, pytest.approx(10))
+    spared = replace(cycle(9, nodes=16), decision=Decision(spare=drafters.find("suffix")(Target(zoo.FAMILIES["llama"]()))))
+    some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (spared, 0.006)], 10, warm=0)
+    assert some is not None
+    assert (some["cycles"], some["plain"], some["nodes"]) == (1, 1, 6)
     every = cycles_of([PROMPT, (cycle(1, nodes=1, plain=True), 0.010)], 10, warm=0)
     assert every is not None
     assert (every["cycles"], every["plain"], every["nodes"]) == (1, 1, 1)

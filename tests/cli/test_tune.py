@@ -65,7 +65,7 @@ def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) 
     assert (fixed["policy"], set(fixed["decisions"])) == ("fixed", {"own"})
     within = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2)
     assert within["policy"] == "auto"
-    assert set(within["decisions"]) <= {"plain", *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11))}
+    assert set(within["decisions"]) <= {"plain", "suffix", *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11))}
     suffix = answer("--method", "suffix", "--prompt-ids", "5,9,5,9,5,9")
     assert suffix["policy"] == "auto"
     assert set(suffix["decisions"]) == {"plain", "own"}

@@ -13,6 +13,7 @@ from curves import curve
 from eyas import drafters
 from eyas.drafters import Drafter, Shape
 from eyas.drafters._base import options_from
+from eyas.drafters._merge import Merged
 from eyas.target import Target
 from eyas.tune import auto, cost, mode_of
 from eyas.tune.cost import Costs, key_of, place_of, remembered
@@ -59,6 +60,15 @@ def test_which_methods_grow(target: Target) -> None:
     assert grown.largest == Shape(9, 3, 4)
     assert auto(make("vanilla", target)) is None
     assert all(auto(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
+
+
+def test_which_methods_have_a_spare(target: Target) -> None:
+    """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is another drafter's too."""
+    alone = {name for name in drafters.names() if name != "vanilla" and auto(make(name, target)).spare is None}
+    assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
+    merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
+    assert [auto(drafter).spare is None for drafter in merged] == [False, True]
+    assert auto(make("eagle2", target), spare=False).spare is None
 
 
 @pytest.mark.parametrize("name", GROWING)

@@ -39,10 +39,16 @@ def tree_of(seed: int, shape: Shape) -> tuple[list[int], list[float], Draft]:
 
 
 Share = Callable[[int], float]
+SPARE: Any = object()  # which drafts chains of 8, by `Machine`
+GUESSES = Draft(Tree.chain(1, 9), torch.zeros(1, 9, dtype=torch.long))
+NO_GUESS = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
 
 
 class Machine:
-    """Seconds by `costs`, times `pace` of the cycle's number; a head whose confidences are right to the share `skill` of that number."""
+    """Seconds by `costs`, times `pace` of the cycle's number; a head whose confidences are right to the share `skill` of that number.
+
+    Text that a spare has a guess about in the share `found` of cycles, each token of which is right with the chance `right`.
+    """
 
     def __init__(
         self,
@@ -50,7 +56,10 @@ class Machine:
         skill: Share = lambda t: 1.0,
         pace: Share = lambda t: 1.0,
         rows: int = 1,
+        found: Share = lambda t: 1.0,
+        right: Share = lambda t: 0.0,
     ) -> None:
+        self.found, self.right = found, right
         self.costs, self.skill, self.pace, self.rows, self.dice = costs, skill, pace, rows, random.Random(0)
         self.decisions: list[Decision] = []
         self.tokens, self.seconds = 0, 0.0
@@ -62,17 +71,27 @@ class Machine:
             self.decisions.append(decision)
             shape = decision.shape or own
             took = self.costs.plain(self.rows) if decision.plain else self.costs.cycle(shape, self.rows)
+            guessed = list[bool]()
+            if decision.spare is not None:
+                guessed = [self.dice.random() < self.found(t) for _ in range(self.rows)]
+                took = self.costs.plain(9 * self.rows) if any(guessed) else self.costs.plain(self.rows)
             took *= self.pace(t) * self.dice.uniform(0.97, 1.03)
-            steps = [self._step(row, decision, shape, took, t) for row in range(self.rows)]
+            steps = [self._step(row, decision, shape, took, t, guessed) for row in range(self.rows)]
             policy.learn(steps)
             tokens = sum(len(s.path) for s in steps)
             self.per_cycle.append((tokens, took))
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + took
         return self
 
-    def _step(self, row: int, decision: Decision, shape: Shape, took: float, t: int) -> Step:
+    def _step(self, row: int, decision: Decision, shape: Shape, took: float, t: int, guessed: list[bool]) -> Step:
         if decision.plain:
             return Step(0, (0,), 0, False, None, (0,), None, row, took, decision=decision)
+        if decision.spare is not None:
+            length = 1
+            while guessed[row] and length < 9 and self.dice.random() < self.right(t):
+                length += 1
+            draft = GUESSES if any(guessed) else NO_GUESS
+            return Step(0, (0,), 0, False, None, tuple(range(length)), draft, row, took, decision=decision)
         parents, values, draft = tree_of(self.dice.randrange(40), shape)
         path = [0]
         while True:
@@ -91,13 +110,16 @@ class Machine:
         seconds = sum(s / self.pace(t + since) for t, (_, s) in enumerate(self.per_cycle[since:]))
         return tokens / seconds * self.costs.plain(self.rows) / self.rows
 
+    def share_of_spare(self, since: int = 0) -> float:
+        return sum(d.spare is not None for d in self.decisions[since:]) / len(self.decisions[since:])
+
     def share_of_plain(self, since: int = 0) -> float:
         return sum(bool(d.plain) for d in self.decisions[since:]) / len(self.decisions[since:])
 
 
 class Fixed:
-    def __init__(self, shape: Shape) -> None:
-        self.decision = Decision(shape)
+    def __init__(self, shape: Shape | None, spare: Any = None) -> None:
+        self.decision = Decision(shape, spare=spare)
 
     def decide(self, roots: Roots) -> Decision:
         return self.decision
@@ -106,8 +128,8 @@ class Fixed:
         pass
 
 
-def grown(costs: Costs = FLAT) -> Governor:
-    return Governor(LIMIT, lambda: costs)
+def grown(costs: Costs = FLAT, spare: Any = None) -> Governor:
+    return Governor(LIMIT, lambda: costs, spare=spare)
 
 
 @pytest.mark.parametrize("costs", [FLAT, curve(0.2, 0.1), curve(0.05, 0.4)])
@@ -118,6 +140,56 @@ def test_a_useless_head_costs_next_to_nothing(costs: Costs) -> None:
         assert machine.speedup() > 0.97
         assert machine.speedup(500) > 0.975
         assert machine.share_of_plain() > 0.95
+
+
+@pytest.mark.parametrize("found", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("costs", [FLAT, curve(0.2, 0.1), curve(0.05, 0.4)])
+def test_a_useless_head_and_a_useless_spare_cost_next_to_nothing(costs: Costs, found: float) -> None:
+    """Bug: the spare drafts on though it is never right, or is tried again so often that it eats what sleeping saves; or, where it has no
+    guess, is held to lose, though such cycles are plain ones."""
+    for policy in (grown(costs, SPARE), Governor(spare=SPARE)):
+        machine = Machine(costs, skill=lambda t: 0.0, found=lambda t: found).run(policy, 3000)
+        assert machine.speedup() > 0.97
+        assert machine.speedup(500) > 0.975
+        assert machine.share_of_spare() > 0
+    assert (machine.share_of_spare() > 0.5) == (found == 0.0) or 0.0 < found < 1.0
+
+
+@pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
+def test_a_spare_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
+    """Bug: a text that foretells itself is decoded plainly because the head foretells nothing of it; or the head is never tried again."""
+    world = {"skill": lambda t: 0.0, "found": lambda t: 0.6, "right": lambda t: 0.7, "rows": rows}
+    with_it = Machine(costs, **world).run(grown(costs, SPARE), 3000)
+    without = Machine(costs, **world).run(grown(costs), 3000)
+    always = Machine(costs, **world).run(Fixed(None, SPARE), 1000).speedup()
+    assert always > 1.2 > 1.01 > without.speedup()
+    assert with_it.speedup() > 0.95 * always
+    assert sum(d.awake for d in with_it.decisions[500:]) >= governor.SURE
+
+
+def test_a_spare_that_turns_bad_and_good_again() -> None:
+    """Bugs: it drafts on; it is forgotten. Its guesses are right until cycle 1,000, and from 2,000 on."""
+    machine = Machine(skill=lambda t: 0.0, right=lambda t: 0.0 if 1000 <= t < 2000 else 0.7).run(grown(spare=SPARE), 5000)
+    assert sum(d.spare is not None for d in machine.decisions[1100:2000]) < 0.2 * 900
+    assert machine.speedup(4000) > 0.9 * Machine(right=lambda t: 0.7).run(Fixed(None, SPARE), 500).speedup()
+
+
+def test_a_head_is_held_to_what_there_is_without_it() -> None:
+    """Bugs: a head that is better than plain decoding drafts though the spare is better still; it sleeps on when the spare has become
+    worse; it is held to what the spare made long ago. The head is good from cycle 200 on, the spare better until 1,500, then useless."""
+    machine = Machine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0).run(grown(spare=SPARE), 4000)
+    assert sum(d.spare is not None for d in machine.decisions[300:1500]) > 0.8 * 1200
+    assert machine.speedup(1700) > 0.9 * Machine().run(grown(), 1500).speedup()
+
+
+@pytest.mark.parametrize(
+    "pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0, lambda t: 50.0 if t == 201 else 1.0]
+)
+def test_a_spare_is_compared_with_plain_decoding_of_the_same_hour(pace: Share) -> None:
+    """Bug: the machine becomes slower, fast or holds one cycle up, and the spare is sent away."""
+    machine = Machine(skill=lambda t: 0.0, right=lambda t: 0.7, pace=pace).run(grown(spare=SPARE), 1000)
+    assert machine.share_of_spare(100) > 0.9
+    assert machine.speedup(100) > 1.5
 
 
 @pytest.mark.parametrize("costs", [FLAT, curve(0.0, 0.02), curve(0.1, 0.05), curve(0.05, 0.2)])

@@ -75,7 +75,7 @@ def _endless(request: Request, context: int) -> Request:
 def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, Any] | None:
     """What one answer's cycles did and took, in means; None when there are none behind those that warm up.
 
-    Cycles for which a policy had nothing drafted are left out and counted, unless there are no others.
+    Cycles in which a policy did not have the method draft are left out and counted, unless there are no others.
     """
     committed, cycles = prompt_tokens, list[tuple[Step, float, int]]()
     for step, seconds in timed:
@@ -83,14 +83,14 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
             cycles.append((step, seconds, committed))
             committed += len(step.tokens)
     cycles = cycles[warm:]
-    drafted = [c for c in cycles if not c[0].decision.plain] or cycles
+    drafted = [c for c in cycles if c[0].decision.awake] or cycles
     if not drafted:
         return None
     records = [cycle_from(step, seconds) for step, seconds, _ in drafted]
     ms = metrics.stage_ms(records)
     whole = sum(ms.values())
     return {
-        "cycles": len(drafted), "plain": sum(bool(step.decision.plain) for step, *_ in cycles),
+        "cycles": len(drafted), "plain": sum(not step.decision.awake for step, *_ in cycles),
         "nodes": round(float(np.mean([r.nodes for r in records])), 2), "context": round(float(np.mean([c for *_, c in drafted])), 1),
         "cycle_ms": round(whole, 4), "ms": {name: round(value, 4) for name, value in ms.items()},
         "percent": {name: round(100 * value / whole, 1) for name, value in ms.items()},
@@ -115,7 +115,7 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
     """Milliseconds of a draft's levels at the shape that was drafted most often; None of a tree that does not grow, or has one level."""
-    asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and not s.decision.plain)
+    asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and s.decision.awake)
     shape = asked.most_common(1)[0][0] if asked else drafter.largest
     if shape is None or shape.depth < 2:
         return None

@@ -162,8 +162,8 @@ NOTES = (
     "Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root included. "
     "Milliseconds of a cycle by the host's clock: on a GPU a stage's work may be waited for in a later one. R: tokens per second over "
     "what plain decoding would reach if it did nothing but read the weights. n-alpha: acceptance in a chain after n accepted draft tokens. "
-    "Of a profile: plain: cycles without a draft, which are in no mean; tree: nodes/depth/branch; 1st level includes reading what was "
-    "accepted; by: what binds a pass, bytes over the measured bandwidth or flops over "
+    "Of a profile: plain: cycles without the method's draft, which are in no mean; tree: nodes/depth/branch; 1st level includes reading "
+    "what was accepted; by: what binds a pass, bytes over the measured bandwidth or flops over "
     "the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
 )
 

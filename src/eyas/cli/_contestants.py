@@ -64,7 +64,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
                 raise
             skipped[spec] = str(error)
         else:
-            found[spec] = Drafting(spec, drafter, head, judge, auto(drafter) if mode == "auto" else None)
+            found[spec] = Drafting(spec, drafter, head, judge, auto(drafter, spare=rates is None) if mode == "auto" else None)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
     return [found.pop(VANILLA), *theirs, *found.values()], skipped
 

@@ -11,7 +11,7 @@ This module knows no method, no tree policy and no training loop.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,12 @@ class Decision:
     shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
     plain: frozenset[int] = frozenset()  # rows that go without a draft
     why: str = ""  # for people
+    spare: Drafter | None = None  # drafts in the method's place; one that reads no features and learns nothing from a verdict but the text
+
+    @property
+    def awake(self) -> bool:
+        """Whether the method drafts, for all rows."""
+        return self.spare is None and not self.plain
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Roots:
     history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
     busy: tuple[int, ...] = ()  # the active rows, known to the host; filled by the Decoder
     decision: Decision = field(default_factory=Decision)  # of the policy, for this cycle
+    texts: tuple[Sequence[int], ...] = ()  # each row's tokens, root last, known to the host; those of the rows themselves, which grow
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class DraftSession(ABC):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token.
 
-        Also what was decoded without drafts: the chunk then begins with the root that the last `commit` led to.
+        Also what was decoded without this session's drafts: the chunk then begins with the root that the last `commit` led to.
         """
 
     @abstractmethod
@@ -128,6 +135,7 @@ class Drafter(ABC):
         wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
         studies: the same for `loss`, which may read more.
         trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
+        by_text: whether it drafts from text, without a net.
         made_for: fingerprint of the target that its net was trained for, where `from_source` found one.
         needs_weights: whether it has a net that must be loaded.
         reads: which heads it loads: `Weights.method`.
@@ -143,6 +151,7 @@ class Drafter(ABC):
     wants: tuple[int, ...] = ()
     net: nn.Module | None = None
     trained_length: int | None = None
+    by_text: bool = False
     made_for: str | None = None
     recompute: bool | None = None
 

@@ -32,6 +32,7 @@ class Merged(Drafter):
         self.parts = (first, second)
         self.wants = tuple(sorted({*first.wants, *second.wants}))
         self.net, self.trained_length, self.made_for = first.net, first.trained_length, first.made_for
+        self.by_text = first.by_text and second.by_text
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)

@@ -83,7 +83,10 @@ class TextSession(DraftSession):
             self.rows[row].append(token)
 
     def draft(self, roots: Roots) -> Draft:
-        tokens, self.active = roots.tokens_B.tolist(), roots.active_B.tolist()
+        if roots.texts:  # what the host knows need not come from the device
+            tokens, self.active = [text[-1] if text else 0 for text in roots.texts], [bool(text) for text in roots.texts]
+        else:
+            tokens, self.active = roots.tokens_B.tolist(), roots.active_B.tolist()
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
             self._learn(row, [tokens[row]] if active else [])

@@ -1,87 +1,157 @@
-"""A session that may sleep: cycles without a draft cost no more than plain decoding, and are caught up in one pass.
+"""A session that may sleep: cycles without its drafts cost nothing beside what they are, and are caught up in one pass.
 
-    decision.plain      all busy rows            some of them
-    verified            the root alone           what was drafted; the nodes of plain rows are padding
-    the session         hears nothing: tokens    drafts for all rows, so it misses nothing, and there is nothing to be
-                        and features wait        caught up: a batch has one shape, to leave a row out would save no time
+    decision        all busy rows plain     a spare                          some rows plain, or none
+    verified        the root alone          what the spare drafted           what was drafted; nodes of plain rows are padding
+    the session     hears nothing: accepted tokens and features wait         drafts for all rows, so it misses nothing, and there is
+                                                                             nothing to be caught up: a batch has one shape, to leave a
+                                                                             row out would save no time
 
 Before the session drafts again, or is asked what it still knows, each row that missed something reads it through `prefill`, in one pass.
-No more than `WAITING` tokens wait: a row that reaches them reads them at once, asleep or not. So memory is bounded, nothing is lost, and
-no later draft is worse for it; to read them costs what it would cost later anyhow, a few thousandths of the cycles that brought them.
+No more than `WAITING` places wait, a cycle's longest path being what it takes: a row that reaches them reads them at once, asleep or not.
+So memory is bounded, nothing is lost, and no later draft is worse for it; to read them costs what it would cost later anyhow, a few
+thousandths of the cycles that brought them.
+
+A spare is a method of text: it is told what it has not heard when it is about to draft, so it costs nothing until then.
 
 This module knows no policy and no method.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import DraftSession, Roots
+from eyas.drafters._base import Drafter, DraftSession, Roots
 from eyas.tree import Draft, Seen, Tree, Verdict
 
 __all__ = ["WAITING", "Sleeper"]
 
-WAITING = 512  # tokens of a row
+WAITING = 512  # places of a row
+
+
+class _Accepted(NamedTuple):
+    """What a cycle accepted, in as many places as its longest path might have taken: how many it took, the device knows."""
+
+    tokens_BP: Tensor
+    features_BPF: Tensor
+    taken_BP: Tensor  # bool; the other places are empty
+
+
+@dataclass
+class _Missed:
+    """What waits for a row to wake."""
+
+    first: int  # position of its first token
+    cycles: list[_Accepted] = field(default_factory=list)
+    places: int = 0
 
 
 class Sleeper(DraftSession):
     """Stands between the loop and a session of B rows."""
 
     def __init__(self, session: DraftSession, rows: int) -> None:
-        self.session = session
-        self.missed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(rows)]  # of each row: (tokens_B, features_BF) of plain cycles
-        self.first_B: list[Tensor | None] = [None] * rows  # of each row: positions when the first of them was missed
+        self.session, self.rows = session, rows
+        self.missed: list[_Missed | None] = [None] * rows
         self.root: Tree | None = None  # the tree of a plain cycle, once there was one
-        self.plain: Roots | None = None  # of the cycle under way, when no row is drafted for
+        self.asleep: Roots | None = None  # of the cycle under way, when the session sleeps
+        self.spare: _Spare | None = None  # once one was asked for
 
     def keep(self, row: int, length: int) -> int:
         self._catch_up(row)
         return self.session.keep(row, length)
 
     def begin(self, row: int, kept: int, total: int) -> None:
-        self.missed[row] = []
+        self.missed[row] = None
+        if self.spare is not None:
+            self.spare.begin(row, kept)
         self.session.begin(row, kept, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.session.prefill(row, tokens_T, features_TF, position)
 
     def draft(self, roots: Roots) -> Draft:
-        plain = roots.decision.plain
-        self.plain = roots if plain.issuperset(roots.busy) and plain else None
-        if self.plain:
+        plain, spare = roots.decision.plain, roots.decision.spare
+        alone = bool(plain) and plain.issuperset(roots.busy)
+        self.asleep = roots if alone or spare is not None else None
+        if alone:
             self.root = self.root or Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device)
             return Draft(self.root, roots.tokens_B[:, None])
-        for row in roots.busy:
-            self._catch_up(row)
-        draft = self.session.draft(roots)
+        if spare is None:
+            for row in roots.busy:
+                self._catch_up(row)
+            draft = self.session.draft(roots)
+        else:
+            if self.spare is None or self.spare.drafter is not spare:
+                self.spare = _Spare(spare, self.rows)
+            draft = self.spare.draft(roots)
         return _without(draft, plain) if plain else draft
 
     def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
-        if self.plain is None:
+        if self.asleep is None:
             self.session.commit(draft, verdict, seen)
             return
-        for row in self.plain.busy:
-            if not self.missed[row]:
-                self.first_B[row] = self.plain.position_B
-            self.missed[row].append((draft.tokens_BN[:, 0], seen.features_BNF[:, 0]))
-            if len(self.missed[row]) == WAITING:
+        accepted = _accepted(draft, verdict, seen)
+        for row in self.asleep.busy:
+            missed = self.missed[row] = self.missed[row] or _Missed(len(self.asleep.texts[row]) - 1)
+            missed.cycles.append(accepted)
+            missed.places += accepted.tokens_BP.shape[1]
+            if missed.places >= WAITING:
                 self._catch_up(row)
 
     def end(self, row: int) -> None:
-        self.missed[row] = []
+        self.missed[row] = None
+        if self.spare is not None:
+            self.spare.end(row)
         self.session.end(row)
 
     def _catch_up(self, row: int) -> None:
         """The session reads what the row missed."""
-        missed, first_B = self.missed[row], self.first_B[row]
-        if missed and first_B is not None:
-            tokens, features = zip(*missed, strict=True)
-            tokens_T, features_TF = torch.stack([x_B[row] for x_B in tokens]), torch.stack([x_BF[row] for x_BF in features])
-            self.missed[row] = []
-            self.session.prefill(row, tokens_T, features_TF, int(first_B[row]))
+        missed, self.missed[row] = self.missed[row], None
+        if missed is not None:
+            tokens_X, features_XF, taken_X = (torch.cat([x_BP[row] for x_BP in column]) for column in zip(*missed.cycles, strict=True))
+            place_T = taken_X.nonzero()[:, 0]
+            self.session.prefill(row, tokens_X[place_T], features_XF[place_T], missed.first)
+
+
+class _Spare:
+    """A session that drafts now and then, and is told what it needs for it just before."""
+
+    def __init__(self, drafter: Drafter, rows: int) -> None:
+        self.drafter, self.session = drafter, drafter.open(rows)
+        self.heard = [0] * rows  # tokens of each row's text
+        self.entered = set(range(rows))  # rows whose text is another one, behind the tokens that were heard
+
+    def begin(self, row: int, kept: int) -> None:
+        self.heard[row] = min(self.heard[row], kept)
+        self.entered.add(row)
+
+    def end(self, row: int) -> None:
+        self.begin(row, 0)
+        self.session.end(row)
+
+    def draft(self, roots: Roots) -> Draft:
+        for row in roots.busy:
+            text, heard = roots.texts[row], self.heard[row]
+            if row in self.entered:
+                heard = self.session.keep(row, heard) if heard else 0
+                self.session.begin(row, heard, len(text) - 1)
+                self.entered.remove(row)
+            if heard < len(text) - 1:
+                tokens_T = torch.tensor(text[heard:-1])
+                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0), heard)
+            self.heard[row] = len(text)  # the root is in `roots`
+        return self.session.draft(roots)
+
+
+def _accepted(draft: Draft, verdict: Verdict, seen: Seen) -> _Accepted:
+    nodes = draft.tree.nodes
+    path_BP, features_BPF = verdict.path_BP[:, :nodes], seen.features_BNF  # no path is longer than its tree
+    if nodes > 1:
+        features_BPF = features_BPF.gather(1, path_BP.clamp(min=0)[..., None].expand(-1, -1, features_BPF.shape[-1]))
+    return _Accepted(verdict.tokens_BP[:, :nodes], features_BPF, path_BP >= 0)
 
 
 def _without(draft: Draft, rows: frozenset[int]) -> Draft:

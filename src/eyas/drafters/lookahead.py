@@ -212,6 +212,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "Lookahead: n-grams from the target's own Jacobi iterations, no draft model"
+    by_text = True
 
     def open(self, rows: int) -> DraftSession:
         return Session(self.options.lookahead, rows)

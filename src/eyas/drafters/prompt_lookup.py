@@ -90,6 +90,7 @@ class NgramIndex(Index):
 class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"
+    by_text = True
 
     def open(self, rows: int) -> DraftSession:
         options: Lookup = self.options.lookup

@@ -108,6 +108,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "REST: what followed the end of the text in a datastore (--datastore, made by `eyas datastore build`)"
+    by_text = True
 
     def __init__(self, target: Target, options: Any = None, datastore: Datastore | None = None) -> None:
         super().__init__(target, options)

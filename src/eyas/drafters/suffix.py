@@ -192,6 +192,7 @@ class SuffixAutomaton(Index):
 class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"
+    by_text = True
 
     def open(self, rows: int) -> DraftSession:
         options: SuffixTree = self.options.suffix

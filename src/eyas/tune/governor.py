@@ -1,18 +1,23 @@
-"""The policy: the tree that pays most, and plain decoding where none does. Never slower, but for what finding out costs.
+"""The policy: the tree that pays most, another drafter or plain decoding where none does. Never slower, but for what finding out costs.
 
+    beginning  plain cycles, to see what they take, then a larger tree than nothing known would plan, to see what it yields
     drafting   a tree by `plan`, looked at again now and then; rarely a larger one, to see what it would yield ("explore"),
                and a few plain cycles, to see what they take ("measure")
-    losing     tokens a second of the last cycles, even with luck, are less than plain decoding's, measured just before: first a smaller
-               tree, if one is said to pay; else the head sleeps
-    asleep     plain cycles, for as long as makes what the attempt cost a fiftieth of them, each time at least twice as long, at most 2,048;
-               then it is tried again
+    losing     tokens a second of the last cycles, even with luck, are less than they would be without the head: first a smaller tree, if
+               one is said to pay; else the head sleeps
+    asleep     for as long as makes what the attempt cost a fiftieth of it, each time at least twice as long, at most 2,048 cycles; then it
+               is tried again. Meanwhile a spare drafts, a method of text, which costs nothing where it has no guess; once it makes fewer
+               tokens a second than plain decoding, measured just before, cycles are plain, and its next attempt waits in the same way
+
+Without the head: what plain decoding makes, measured just before; or the spare, if it made more in the last nap. A head that is better than
+plain decoding, and only fell asleep because of the spare, is woken when that begins to lose.
 
 All times are those of Steps: what a cycle took from its begin to its tokens, drafts and what a waking head reads included. A cycle counts
 for what those of its kind usually take, so one that the machine held up says nothing. Each number of rows (1, 2-3, 4-7,
 ...) is judged for itself, its rows all alike: they share every pass. What is learnt is kept from one request to the next.
 
 A method whose trees are as they are is drafted with or not; what grows is planned too. Where sampled rows' children are drawn, what a seed
-gives depends on the trees, and would depend on the clock: such cycles are left as they are.
+gives depends on the trees, and would depend on the clock: such cycles are left as they are. Methods of text have no spare.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from statistics import median_low
 import numpy as np
 
 from eyas.decode import Decision, Step
-from eyas.drafters import Drafter, Roots, Shape
+from eyas.drafters import Drafter, Roots, Shape, find
 from eyas.drafters._merge import name_of
 from eyas.tune import cost
 from eyas.tune.cost import Costs
@@ -35,6 +40,7 @@ __all__ = ["Governor", "auto"]
 
 FIRST = 3  # plain cycles at the very beginning, of which the first warms up
 SURE = 3  # drafted cycles before which nothing is judged
+LOOKS = 4  # of the first drafted cycles, that the first plan rests on
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
@@ -43,8 +49,9 @@ JUDGE, SOON = 4, 16  # drafted cycles between two judgements; before `SOON` ever
 GAIN = 1.03  # a plan that promises less is not worth a change
 SMALLER = 2  # smaller trees that are tried before the head sleeps
 PRICE = 0.02  # of the plain cycles that follow, what an attempt may cost
-NAP, LONGEST_NAP = 64, 2048  # plain cycles
+NAP, LONGEST_NAP = 64, 2048  # cycles
 RECOVERED = 128  # drafted cycles after which earlier attempts are forgotten
+SPARE = "suffix"  # the method that drafts while the head sleeps
 MEMORY = 48  # cycles that a yield remembers
 LUCK = 1.5  # standard errors
 PLAIN, PLAIN_MEMORY = "plain", 5  # a measurement is more than half of what is remembered
@@ -62,6 +69,9 @@ class Usual:
 
     def __getitem__(self, kind: object) -> float:
         return median_low(self._seconds[kind])
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._seconds
 
 
 @dataclass
@@ -82,15 +92,34 @@ class Yield:
             self.kinds[known] *= fade
         self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
+    @property
+    def mean(self) -> float:
+        """Tokens of a cycle."""
+        return self.tokens / self.count
+
     def seconds(self, usual: Usual) -> float:
         """Of a cycle."""
         return sum(count * usual[kind] for kind, count in self.kinds.items()) / self.count
 
     def with_luck(self, rows: int) -> float:
         """Tokens of a cycle: their mean and what chance may have taken from it, more where there were few."""
-        mean = self.tokens / self.count
-        spread = max(0.0, self.squares / self.count - mean * mean) + 1.5 * rows / self.count
-        return mean + LUCK * (spread / self.count) ** 0.5  # type: ignore[no-any-return]
+        spread = max(0.0, self.squares / self.count - self.mean * self.mean) + 1.5 * rows / self.count
+        return self.mean + LUCK * (spread / self.count) ** 0.5  # type: ignore[no-any-return]
+
+
+@dataclass
+class Spare:
+    """What is known of the spare's cycles."""
+
+    drafted: Yield = field(default_factory=Yield)  # since this attempt began
+    cycles: int = 0  # likewise
+    spent: float = 0.0  # likewise; seconds in which plain decoding would have been further
+    nap: int = 0  # plain cycles after the last attempt that failed
+    left: int = 0  # plain cycles to come
+
+    def begin(self) -> None:
+        """What was before says nothing of the text that comes."""
+        self.drafted, self.cycles, self.spent = Yield(), 0, 0.0
 
 
 @dataclass
@@ -101,21 +130,30 @@ class Side:
     drafted: Yield = field(default_factory=Yield)  # with this shape, since the head woke
     usual: Usual = field(default_factory=Usual)
     scale: float = 1.0  # measured over expected seconds of drafted cycles
-    left: int = FIRST  # plain cycles to come
+    left: int = FIRST  # cycles without the head to come
     why: str = "measure"  # of them
     cycles: int = 0  # drafted since the head woke
     smaller: int = 0  # trees tried since the head woke
-    spent: float = 0.0  # seconds since the head woke, in which plain decoding would have been further
-    nap: int = 0  # the last one's plain cycles
+    spent: float = 0.0  # seconds since the head woke, in which the text would have been further without it
+    nap: int = 0  # the last one's cycles
+    spare: Spare = field(default_factory=Spare)
+    gain: float = 1.0  # tokens a second of the last nap over plain decoding's
+    second: bool = False  # whether the head sleeps because of the spare alone
     measure: int = MEASURE
-    measured: int = 0  # drafted cycles since
+    measured: int = 0  # cycles since the last plain one
     explore: int = EXPLORE
     explored: int = 0
+    looking: bool = True  # at the larger tree that it begins with
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain cycle."""
+        """Seconds of a plain cycle: of a token of each row."""
         return self.usual[PLAIN]
+
+    @property
+    def rival(self) -> float:
+        """Seconds of a token of each row without the head."""
+        return self.plain / self.gain
 
     @property
     def replans(self) -> bool:
@@ -130,10 +168,13 @@ class Governor:
         largest: the largest tree that may be grown; None: the method's trees are as they are.
         costs: asked for once, before the first plan.
         draws: whether the method draws sampled rows' children.
+        spare: drafts while the head sleeps; None: nothing does.
     """
 
-    def __init__(self, largest: Shape | None = None, costs: Callable[[], Costs] | None = None, draws: bool = False) -> None:
-        self.largest, self.draws, self._make = largest, draws, costs
+    def __init__(
+        self, largest: Shape | None = None, costs: Callable[[], Costs] | None = None, draws: bool = False, spare: Drafter | None = None
+    ) -> None:
+        self.largest, self.draws, self.spare, self._make = largest, draws, spare, costs
         self.acceptance = None if largest is None or costs is None else Acceptance(largest)
         self._costs: Costs | None = None
         self._seconds: dict[int, Array] = {}
@@ -144,6 +185,8 @@ class Governor:
         if self.draws and any(not roots.sampling[b].greedy for b in roots.busy):
             return Decision(why="drawn")
         side = self._side(rows)
+        if side.left and side.why == "asleep" and self.spare is not None and not side.spare.left:
+            return Decision(why=side.why, spare=self.spare)
         if side.left:
             return Decision(None, frozenset(roots.busy), side.why)
         if side.explored >= side.explore and side.shape is not None:
@@ -158,6 +201,8 @@ class Governor:
         tokens = sum(len(s.path) for s in steps)  # the roots stand for the bonuses
         if decision.plain:
             self._plain(side, rows, step.seconds)
+        elif decision.spare is not None:
+            self._spared(side, rows, tokens, step)
         else:
             self._drafted(side, rows, tokens, step)
 
@@ -166,7 +211,23 @@ class Governor:
     def _plain(self, side: Side, rows: int, seconds: float) -> None:
         side.usual.add(PLAIN, seconds, PLAIN_MEMORY)
         side.left -= 1
+        side.measured, side.spare.left = 0, max(0, side.spare.left - 1)
         if not side.left and side.why == "asleep":
+            self._wake(side, rows)
+
+    def _spared(self, side: Side, rows: int, tokens: int, step: Step) -> None:
+        spare = side.spare
+        assert step.draft is not None
+        kind = SPARE, step.draft.tree.nodes
+        side.left, side.measured, spare.cycles = side.left - 1, side.measured + 1, spare.cycles + 1
+        new = kind not in side.usual
+        side.usual.add(kind, step.seconds)
+        if not new:  # what is met for the first time may take long, once
+            took = step.seconds if spare.cycles == 1 else side.usual[kind]  # the first reads the text
+            spare.spent += took - tokens * side.plain / rows
+            spare.drafted.add(tokens, kind)
+            self._judge_spare(side, rows)
+        if not side.left:
             self._wake(side, rows)
 
     def _drafted(self, side: Side, rows: int, tokens: int, step: Step) -> None:
@@ -177,7 +238,7 @@ class Governor:
         side.usual.add(kind, step.seconds)
         if explored or side.cycles <= 2 * SURE or side.replans:
             self._look(step)
-        side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.plain / rows  # the first holds the waking
+        side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.rival / rows  # the first holds the waking
         if explored:
             side.explored, side.explore = 0, min(2 * side.explore, LONGEST_EXPLORE)
         else:
@@ -199,31 +260,45 @@ class Governor:
                 side.measured = side.measure
             else:
                 self._give_way(side, rows)
-        elif side.replans:
+        elif side.replans or (side.looking and side.cycles >= LOOKS):
             self._replan(side, rows)
         if side.cycles == RECOVERED:
             side.nap = 0
         if not side.left and side.measured >= side.measure:
             side.left, side.why = BURST, "measure"
-            side.measured, side.measure = 0, min(2 * side.measure, LONGEST_MEASURE)
+            side.measure = min(2 * side.measure, LONGEST_MEASURE)
 
     def _losing(self, side: Side, rows: int) -> bool:
-        drafted = side.drafted
-        return drafted.count > SURE - 1 and drafted.with_luck(rows) * side.plain < drafted.seconds(side.usual) * rows
+        return _behind(side.drafted, side, rows, side.rival)
+
+    def _judge_spare(self, side: Side, rows: int) -> None:
+        spare = side.spare
+        losing = (spare.cycles < SOON or spare.cycles % JUDGE == 0) and _behind(spare.drafted, side, rows, side.plain)
+        if losing and side.measured <= FRESH:
+            spare.nap = spare.left = _nap(spare.spent / side.plain, spare.nap)
+            spare.begin()
+            side.left = 0 if side.second else side.left
+        elif losing or side.measured >= LONGEST_MEASURE:
+            spare.left = BURST
+        if spare.cycles == RECOVERED:
+            spare.nap = 0
 
     def _give_way(self, side: Side, rows: int) -> None:
         """A smaller tree, if it is said to pay; else sleep."""
         if side.shape is not None and side.smaller < SMALLER:
             self._scale(side, rows)
             found = self._plan(side, rows)
-            if found.shape.nodes < side.shape.nodes and found.rate * side.plain > GAIN:
+            if found.shape.nodes < side.shape.nodes and found.rate * side.rival > GAIN:
                 side.shape, side.drafted, side.smaller = found.shape, Yield(), side.smaller + 1
                 return
-        fair = min(side.spent / (PRICE * side.plain), 8 * max(NAP, side.nap))  # however long the machine may have held one cycle up
-        side.nap = side.left = int(min(max(NAP, 2 * side.nap, fair), LONGEST_NAP))
-        side.why, side.measured = "asleep", 0
+        side.nap = side.left = _nap(side.spent / side.plain, side.nap)
+        side.why = "asleep"
+        side.second = not _behind(side.drafted, side, rows, side.plain)
+        side.spare.begin()
 
     def _wake(self, side: Side, rows: int) -> None:
+        spared = side.spare.drafted
+        side.gain = max(1.0, spared.mean * side.plain / (spared.seconds(side.usual) * rows)) if spared.count > SURE - 1 else 1.0
         side.drafted, side.cycles, side.smaller, side.spent = Yield(), 0, 0, 0.0
         side.measure, side.explore, side.explored = MEASURE, EXPLORE, 0
         if side.shape is not None:
@@ -234,8 +309,9 @@ class Governor:
             return
         self._scale(side, rows)
         found = self._plan(side, rows)
-        if found.shape != side.shape and found.rate > GAIN * self._expected(side, side.shape, rows).rate:
+        if found.shape != side.shape and (side.looking or found.rate > GAIN * self._expected(side, side.shape, rows).rate):
             side.shape, side.drafted = found.shape, Yield()
+        side.looking = False
 
     # --- trees
 
@@ -244,7 +320,7 @@ class Governor:
         if key not in self._sides:
             self._sides[key] = side = Side(None)
             if self.acceptance is not None:
-                side.shape = self._plan(side, rows).shape
+                side.shape = self._larger(self._plan(side, rows).shape)
         return self._sides[key]
 
     def _times(self, rows: int) -> Array:
@@ -279,9 +355,25 @@ class Governor:
         return max(held, key=lambda s: (s.nodes, s.depth, s.branch))
 
 
-def auto(drafter: Drafter) -> Governor | None:
-    """The policy of a method; None for plain decoding, which has nothing to govern."""
+def _behind(drafted: Yield, side: Side, rows: int, rival: float) -> bool:
+    """Whether these cycles, even with luck, make fewer tokens a second than one of each row in `rival` seconds."""
+    return drafted.count > SURE - 1 and drafted.with_luck(rows) * rival < drafted.seconds(side.usual) * rows
+
+
+def _nap(spent: float, last: int) -> int:
+    """Cycles until an attempt that cost `spent` plain ones is made again; `last`: as many after the one before."""
+    fair = min(spent / PRICE, 8 * max(NAP, last))  # however long the machine may have held one cycle up
+    return int(min(max(NAP, 2 * last, fair), LONGEST_NAP))
+
+
+def auto(drafter: Drafter, spare: bool = True) -> Governor | None:
+    """The policy of a method; None for plain decoding, which has nothing to govern.
+
+    Args:
+        spare: whether another method may draft where this one does not pay. None does for a method of text.
+    """
     if name_of(drafter) == "vanilla":
         return None
     costs = None if drafter.largest is None else (lambda: cost.remembered(drafter)[0])
-    return Governor(drafter.largest, costs, drafter.draws)
+    other = None if drafter.by_text or not spare else find(SPARE).load(None, drafter.target)
+    return Governor(drafter.largest, costs, drafter.draws, other)

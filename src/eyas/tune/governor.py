@@ -1,6 +1,5 @@
 """The policy: the tree that pays most, another drafter or plain decoding where none does. Never slower, but for what finding out costs.
 
-    beginning  plain cycles, to see what they take, then a larger tree than nothing known would plan, to see what it yields
     drafting   a tree by `plan`, looked at again now and then; rarely a larger one, to see what it would yield ("explore"),
                and a few plain cycles, to see what they take ("measure")
     losing     tokens a second of the last cycles, even with luck, are less than they would be without the head: first a smaller tree, if
@@ -40,7 +39,6 @@ __all__ = ["Governor", "auto"]
 
 FIRST = 3  # plain cycles at the very beginning, of which the first warms up
 SURE = 3  # drafted cycles before which nothing is judged
-LOOKS = 4  # of the first drafted cycles, that the first plan rests on
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
@@ -143,7 +141,6 @@ class Side:
     measured: int = 0  # cycles since the last plain one
     explore: int = EXPLORE
     explored: int = 0
-    looking: bool = True  # at the larger tree that it begins with
 
     @property
     def plain(self) -> float:
@@ -260,7 +257,7 @@ class Governor:
                 side.measured = side.measure
             else:
                 self._give_way(side, rows)
-        elif side.replans or (side.looking and side.cycles >= LOOKS):
+        elif side.replans:
             self._replan(side, rows)
         if side.cycles == RECOVERED:
             side.nap = 0
@@ -309,9 +306,8 @@ class Governor:
             return
         self._scale(side, rows)
         found = self._plan(side, rows)
-        if found.shape != side.shape and (side.looking or found.rate > GAIN * self._expected(side, side.shape, rows).rate):
+        if found.shape != side.shape and found.rate > GAIN * self._expected(side, side.shape, rows).rate:
             side.shape, side.drafted = found.shape, Yield()
-        side.looking = False
 
     # --- trees
 
@@ -320,7 +316,7 @@ class Governor:
         if key not in self._sides:
             self._sides[key] = side = Side(None)
             if self.acceptance is not None:
-                side.shape = self._larger(self._plan(side, rows).shape)
+                side.shape = self._plan(side, rows).shape
         return self._sides[key]
 
     def _times(self, rows: int) -> Array:

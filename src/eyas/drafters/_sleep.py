@@ -104,7 +104,7 @@ class Sleeper(DraftSession):
     def end(self, row: int) -> None:
         self.missed[row] = None
         if self.spare is not None:
-            self.spare.end(row)
+            self.spare.session.end(row)
         self.session.end(row)
 
     def _catch_up(self, row: int) -> None:
@@ -127,10 +127,6 @@ class _Spare:
     def begin(self, row: int, kept: int) -> None:
         self.heard[row] = min(self.heard[row], kept)
         self.entered.add(row)
-
-    def end(self, row: int) -> None:
-        self.begin(row, 0)
-        self.session.end(row)
 
     def draft(self, roots: Roots) -> Draft:
         for row in roots.busy:

@@ -53,6 +53,10 @@ class Policy(Protocol):
         """What came of it: the Steps of one cycle, one of each busy row."""
         ...
 
+    def rests(self, rows: int) -> bool:
+        """Whether a cycle of so many rows would, as far as is known before it, go without the drafter: then a new row's prompt may wait."""
+        return False
+
 
 @dataclass(frozen=True)
 class Request:
@@ -135,7 +139,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.model, self.reuse, self.verify, self.watch, self.policy, self.clock = target, reuse, verify, watch, policy, clock or Clock
         self.target = target.open(rows, drafter.wants)
-        self.drafter = drafter.open(rows) if policy is None else Sleeper(drafter.open(rows), rows)
+        self.drafter = drafter.open(rows) if policy is None else Sleeper(drafter.open(rows), rows, self._rests)
         self.waiting: deque[tuple[int, Request]] = deque()
         self.rows: list[_Row | None] = [None] * rows
         self.left: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values an empty row still holds
@@ -193,6 +197,9 @@ class Decoder:
         if self.watch is not None:
             self.watch(roots, draft, scores_BNV, verdict)
         return steps + emitted
+
+    def _rests(self) -> bool:
+        return self.policy is not None and self.policy.rests(1 + sum(row is not None for row in self.rows))
 
     def _join(self) -> list[Step]:
         """Waiting requests enter empty rows: prefill, and the first token."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.decode import Decision, Decoder, Request, Step
+from eyas.decode import Decision, Decoder, Policy, Request, Step
 from eyas.drafters import Drafter, DraftSession, Roots, Shape, _sleep
 from eyas.drafters._base import options_from
 from eyas.drafters._merge import Merged
@@ -73,11 +73,12 @@ def unlike(drafter: Drafter) -> Drafter:
     return drafter
 
 
-class Chance:
+class Chance(Policy):
     """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft for all rows or some; grown trees of any size."""
 
     def __init__(self, seed: int, largest: Shape | None, spare: Drafter) -> None:
         self.dice, self.largest, self.left, self.all, self.spare = random.Random(seed), largest, 0, True, spare
+        self.coin = random.Random(seed)
 
     def decide(self, roots: Roots) -> Decision:
         if not self.left:
@@ -88,6 +89,9 @@ class Chance:
         if asleep and self.dice.random() < 0.5:
             return Decision(plain=frozenset(() if self.all else rows), spare=self.spare)
         return Decision(shape, frozenset(rows) if asleep else frozenset())
+
+    def rests(self, rows: int) -> bool:
+        return self.coin.random() < 0.5
 
     def learn(self, steps: list[Step]) -> None:
         assert {s.decision for s in steps} == {steps[0].decision}
@@ -156,7 +160,7 @@ def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     return sorted(path for path, candidate in zip(found, candidates, strict=True) if candidate)
 
 
-class Naps:
+class Naps(Policy):
     """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or two."""
 
     def __init__(self, seed: int, spare: Drafter | None) -> None:
@@ -168,11 +172,14 @@ class Naps:
             return Decision(spare=self.spare)
         return Decision(plain=frozenset(roots.busy if self.left > 1 else ()))
 
+    def rests(self, rows: int) -> bool:
+        return True
+
     def learn(self, steps: list[Step]) -> None:
         pass
 
 
-class Awake:
+class Awake(Policy):
     """Row 0 is drafted for in every cycle, and nothing of it is ever accepted."""
 
     def decide(self, roots: Roots) -> Decision:
@@ -214,6 +221,29 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
         assert behind, "no nap behind a long path"
 
 
+@pytest.mark.parametrize(("waiting", "read"), [(512, [(0, 17)]), (4, [(0, 6), (6, 4), (10, 4), (14, 3)])])
+def test_a_prompt_waits_while_all_sleep(waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too long to wait is lost. The prompt has 6
+    tokens; the session drafts first in the cycle after eleven plain ones."""
+    monkeypatch.setattr(_sleep, "WAITING", waiting)
+    drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
+    session = drafter.open(1)
+    prefill = session.prefill
+
+    def told(row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        found.append((position, len(tokens_T)))
+        prefill(row, tokens_T, features_TF, position)
+
+    monkeypatch.setattr(session, "prefill", told)
+    monkeypatch.setattr(drafter, "open", lambda rows: session)
+    decoder = Decoder(target, drafter, policy=Once())
+    monkeypatch.setattr(Once, "rests", lambda policy, rows: True)
+    decoder.add(Request((5, 6, 7, 8, 9, 10), 13))
+    while not decoder.finished:
+        decoder.step()
+    assert found == read
+
+
 def test_chat_goes_on_after_a_nap(target: Target) -> None:
     """Bug: what a row missed when its answer ended is held to be known: a text index then lacks it, a head reads the wrong pairs."""
     for name in ("suffix", "eagle2", "small_model"):
@@ -230,7 +260,7 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
         assert spies[0].seen[at, 0] == spies[1].seen[at, 0], name
 
 
-class Once:
+class Once(Policy):
     """Asleep for the first answer."""
 
     def __init__(self) -> None:
@@ -254,7 +284,7 @@ def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     assert widths == [3, *[1] * 11]
 
 
-class Turns:
+class Turns(Policy):
     """The head, the spare, nobody, the head, ..., for two cycles each."""
 
     def __init__(self, spare: Drafter) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from curves import LIMIT, curve, drafted
-from eyas.decode import Decision, Step
+from eyas.decode import Decision, Policy, Step
 from eyas.drafters import Roots, Shape
 from eyas.sampling import Noise, Sampling
 from eyas.tree import Draft, Tree
@@ -117,7 +117,7 @@ class Machine:
         return sum(bool(d.plain) for d in self.decisions[since:]) / len(self.decisions[since:])
 
 
-class Fixed:
+class Fixed(Policy):
     def __init__(self, shape: Shape | None, spare: Any = None) -> None:
         self.decision = Decision(shape, spare=spare)
 

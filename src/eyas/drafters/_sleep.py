@@ -9,7 +9,8 @@
 Before the session drafts again, or is asked what it still knows, each row that missed something reads it through `prefill`, in one pass.
 No more than `WAITING` places wait, a cycle's longest path being what it takes: a row that reaches them reads them at once, asleep or not.
 So memory is bounded, nothing is lost, and no later draft is worse for it; to read them costs what it would cost later anyhow, a few
-thousandths of the cycles that brought them.
+thousandths of the cycles that brought them. The prompt of a row that enters while the session sleeps waits likewise: many are answered
+before it wakes.
 
 A spare is a method of text: it is told what it has not heard when it is about to draft, so it costs nothing until then.
 
@@ -18,6 +19,7 @@ This module knows no policy and no method.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -37,7 +39,14 @@ class _Accepted(NamedTuple):
 
     tokens_BP: Tensor
     features_BPF: Tensor
-    taken_BP: Tensor  # bool; the other places are empty
+    taken_BP: Tensor | None  # bool; the other places are empty; None: there are none
+
+    def of(self, row: int) -> tuple[Tensor, Tensor]:
+        tokens_P, features_PF = self.tokens_BP[row], self.features_BPF[row]
+        if self.taken_BP is None:
+            return tokens_P, features_PF
+        place_T = self.taken_BP[row].nonzero()[:, 0]
+        return tokens_P[place_T], features_PF[place_T]
 
 
 @dataclass
@@ -45,15 +54,16 @@ class _Missed:
     """What waits for a row to wake."""
 
     first: int  # position of its first token
+    prompt: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens_T, features_TF)
     cycles: list[_Accepted] = field(default_factory=list)
     places: int = 0
 
 
 class Sleeper(DraftSession):
-    """Stands between the loop and a session of B rows."""
+    """Stands between the loop and a session of B rows. rests: whether the next cycle will go without the session, as far as is known."""
 
-    def __init__(self, session: DraftSession, rows: int) -> None:
-        self.session, self.rows = session, rows
+    def __init__(self, session: DraftSession, rows: int, rests: Callable[[], bool] = lambda: False) -> None:
+        self.session, self.rows, self.rests = session, rows, rests
         self.missed: list[_Missed | None] = [None] * rows
         self.root: Tree | None = None  # the tree of a plain cycle, once there was one
         self.asleep: Roots | None = None  # of the cycle under way, when the session sleeps
@@ -70,7 +80,14 @@ class Sleeper(DraftSession):
         self.session.begin(row, kept, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        self.session.prefill(row, tokens_T, features_TF, position)
+        missed = self.missed[row]
+        if (missed is None and not self.rests()) or len(tokens_T) + (missed.places if missed else 0) > WAITING:
+            self._catch_up(row)
+            self.session.prefill(row, tokens_T, features_TF, position)
+            return
+        missed = self.missed[row] = missed or _Missed(position)
+        missed.prompt.append((tokens_T, features_TF))
+        missed.places += len(tokens_T)
 
     def draft(self, roots: Roots) -> Draft:
         plain, spare = roots.decision.plain, roots.decision.spare
@@ -111,9 +128,9 @@ class Sleeper(DraftSession):
         """The session reads what the row missed."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
-            tokens_X, features_XF, taken_X = (torch.cat([x_BP[row] for x_BP in column]) for column in zip(*missed.cycles, strict=True))
-            place_T = taken_X.nonzero()[:, 0]
-            self.session.prefill(row, tokens_X[place_T], features_XF[place_T], missed.first)
+            parts = [*missed.prompt, *(cycle.of(row) for cycle in missed.cycles)]
+            tokens_T, features_TF = (torch.cat(column) for column in zip(*parts, strict=True))
+            self.session.prefill(row, tokens_T, features_TF, missed.first)
 
 
 class _Spare:
@@ -144,9 +161,10 @@ class _Spare:
 
 def _accepted(draft: Draft, verdict: Verdict, seen: Seen) -> _Accepted:
     nodes = draft.tree.nodes
+    if nodes == 1:
+        return _Accepted(draft.tokens_BN, seen.features_BNF, None)
     path_BP, features_BPF = verdict.path_BP[:, :nodes], seen.features_BNF  # no path is longer than its tree
-    if nodes > 1:
-        features_BPF = features_BPF.gather(1, path_BP.clamp(min=0)[..., None].expand(-1, -1, features_BPF.shape[-1]))
+    features_BPF = features_BPF.gather(1, path_BP.clamp(min=0)[..., None].expand(-1, -1, features_BPF.shape[-1]))
     return _Accepted(verdict.tokens_BP[:, :nodes], features_BPF, path_BP >= 0)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.decode import Decision, Decoder, Request, Step
+from eyas.decode import Decision, Decoder, Policy, Request, Step
 from eyas.drafters import Drafter, Roots, Shape
 from eyas.drafters._merge import name_of
 from eyas.files import replaced, user_cache
@@ -178,7 +178,7 @@ def _zeros(target: Target, nodes: int, width: int) -> Tensor:
     return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
 
 
-class _Fixed:
+class _Fixed(Policy):
     """Cycles of one shape and plain ones by turns."""
 
     def __init__(self, shape: Shape) -> None:

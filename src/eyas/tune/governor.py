@@ -30,7 +30,9 @@ import numpy as np
 
 from eyas.decode import Decision, Step
 from eyas.drafters import Drafter, Roots, Shape, find
+from eyas.drafters._base import options_from
 from eyas.drafters._merge import name_of
+from eyas.target import Target
 from eyas.tune import cost
 from eyas.tune.cost import Costs
 from eyas.tune.plan import Acceptance, Array, Plan, best
@@ -50,6 +52,7 @@ PRICE = 0.02  # of the plain cycles that follow, what an attempt may cost
 NAP, LONGEST_NAP = 64, 2048  # cycles
 RECOVERED = 128  # drafted cycles after which earlier attempts are forgotten
 SPARE = "suffix"  # the method that drafts while the head sleeps
+SMALL = {"suffix.nodes": 4}  # on a CPU
 MEMORY = 48  # cycles that a yield remembers
 LUCK = 1.5  # standard errors
 PLAIN, PLAIN_MEMORY = "plain", 5  # a measurement is more than half of what is remembered
@@ -203,6 +206,10 @@ class Governor:
         else:
             self._drafted(side, rows, tokens, step)
 
+    def rests(self, rows: int) -> bool:
+        side = self._sides.get(rows.bit_length())
+        return side is not None and side.why == "asleep" and side.left > 0
+
     # --- what happened
 
     def _plain(self, side: Side, rows: int, seconds: float) -> None:
@@ -271,6 +278,8 @@ class Governor:
     def _judge_spare(self, side: Side, rows: int) -> None:
         spare = side.spare
         losing = (spare.cycles < SOON or spare.cycles % JUDGE == 0) and _behind(spare.drafted, side, rows, side.plain)
+        if spare.cycles >= SOON and not losing:  # by now luck is no excuse
+            losing = GAIN * spare.drafted.mean * side.plain < spare.drafted.seconds(side.usual) * rows
         if losing and side.measured <= FRESH:
             spare.nap = spare.left = _nap(spare.spent / side.plain, spare.nap)
             spare.begin()
@@ -371,5 +380,11 @@ def auto(drafter: Drafter, spare: bool = True) -> Governor | None:
     if name_of(drafter) == "vanilla":
         return None
     costs = None if drafter.largest is None else (lambda: cost.remembered(drafter)[0])
-    other = None if drafter.by_text or not spare else find(SPARE).load(None, drafter.target)
+    other = None if drafter.by_text or not spare else _spare(drafter.target)
     return Governor(drafter.largest, costs, drafter.draws, other)
+
+
+def _spare(target: Target) -> Drafter:
+    """Few nodes where each of them costs: what stands in must not cost more to try than it may gain."""
+    kind = find(SPARE)
+    return kind.load(None, target, options_from(kind.Options, SMALL if target.device.type == "cpu" else {}))

@@ -47,14 +47,15 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
     constexpr bool quads = std::is_same<W, Quad>::value;
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
     const int64_t size = PANEL * w.inputs, bytes = size * sizeof(W), group = sizeof(W) == 1 && !quads ? PANEL : 128;  // what is read at once
-    const Digits* digits = quads ? take_apart(x, ldx, M, w.inputs, count) : nullptr;
+    const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
+    const Rows* ready = quads || crowded ? made_ready(x, ldx, M, w.inputs, quads, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const W* panel = (const W*)w.data + n * size;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = i * M / count, rows = (i + 1) * M / count - m;
-            const Input in = digits ? digits->from(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
+            const Input in = ready ? ready->from(m, w.inputs, quads) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
             const Ahead ahead = count == 1 ? Ahead{(const char*)panel + NEAR, group} : Ahead{(const char*)(panel + size) + i * (bytes / count), group / count};
             tiles<W, MOST>(rows, in, panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
         }

@@ -36,6 +36,7 @@ struct Quad { uint8_t byte; };  // a weight + 128
 
 constexpr int DIGITS = 3, QUAD_ROWS = 4;  // rows of a tile of quads: 24 sums, 2 weights and a digit in 32 registers
 constexpr int64_t BLOCK = 128;            // rows whose x stays near while all panels pass
+constexpr int64_t SETS = 512;             // floats after which lines fall on the same places of the nearest cache, which holds few of them
 constexpr int64_t NEAR = 4096;            // bytes ahead, of a panel that is read only once
 
 template <class W>
@@ -165,41 +166,51 @@ static void tiles(int64_t rows, const Input& in, const W* w, int64_t inputs, Ahe
     tile<ROWS>(in, w, inputs, ahead, scale, bias, y, ldy, end);
 }
 
-// Rows taken apart, tile by tile.
-struct Digits {
-    std::vector<int8_t> digits;
+// Rows of x as a panel's tiles read them.
+struct Rows {
+    std::vector<float> copy;  // [row][inputs + LANES]
+    std::vector<int8_t> digits;  // tile by tile
     std::vector<float> step;
     std::vector<int32_t> start;
 
-    Input from(int64_t m, int64_t K) const { return {nullptr, 0, digits.data() + m * K * DIGITS, step.data() + m, start.data() + m * DIGITS}; }
+    Input from(int64_t m, int64_t K, bool quads) const {
+        if (quads) return {nullptr, 0, digits.data() + m * K * DIGITS, step.data() + m, start.data() + m * DIGITS};
+        return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
+    }
 
-    void fit(int64_t M, int64_t K) {
+    void fit(int64_t M, int64_t K, bool quads) {
+        if (!quads) {
+            if ((int64_t)copy.size() < M * (K + LANES)) copy.resize(M * (K + LANES));
+            return;
+        }
         if ((int64_t)digits.size() < M * K * DIGITS) digits.resize(M * K * DIGITS);
         if ((int64_t)step.size() < M) step.resize(M), start.resize(M * DIGITS);
     }
 
-    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
+    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, bool quads, int64_t tile, int64_t count) {
         const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first;
-        for (int64_t m = first; m < first + rows; m++)
-            take_apart(x + m * ldx, K, rows, digits.data() + (first * K + (m - first) * 4) * DIGITS, &step[m], &start[m * DIGITS]);
+        for (int64_t m = first; m < first + rows; m++) {
+            if (quads) take_apart(x + m * ldx, K, rows, digits.data() + (first * K + (m - first) * 4) * DIGITS, &step[m], &start[m * DIGITS]);
+            else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
+        }
     }
 };
 
-// x [M, K] taken apart for `count` tiles: few rows by every thread for itself, many by all of them together.
-static const Digits* take_apart(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
-    static thread_local Digits own;
-    Digits* made = &own;
+// x [M, K] taken apart, or copied, for `count` tiles: few rows by every thread for itself, many by all of them together.
+static const Rows* made_ready(const float* x, int64_t ldx, int64_t M, int64_t K, bool quads, int64_t count) {
+    static thread_local Rows own;
+    Rows* made = &own;
     if (M <= FEW) {
-        made->fit(M, K);
-        for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, i, count);
+        made->fit(M, K, quads);
+        for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, quads, i, count);
         return made;
     }
 #pragma omp single copyprivate(made)
     {
         made = &own;
-        made->fit(M, K);
+        made->fit(M, K, quads);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, i, count);
+    for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, quads, i, count);
     return made;
 }

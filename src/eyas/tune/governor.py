@@ -284,8 +284,8 @@ class Governor:
             spare.nap = spare.left = _nap(spare.spent / side.plain, spare.nap)
             spare.begin()
             side.left = 0 if side.second else side.left
-        elif losing or side.measured >= LONGEST_MEASURE:
-            spare.left = BURST
+        elif losing or side.measured >= side.measure:
+            spare.left, side.measure = BURST, min(2 * side.measure, LONGEST_MEASURE)
         if spare.cycles == RECOVERED:
             spare.nap = 0
 
@@ -298,7 +298,7 @@ class Governor:
                 side.shape, side.drafted, side.smaller = found.shape, Yield(), side.smaller + 1
                 return
         side.nap = side.left = _nap(side.spent / side.plain, side.nap)
-        side.why = "asleep"
+        side.why, side.measure = "asleep", FRESH  # what plain decoding takes is what the spare is held to
         side.second = not _behind(side.drafted, side, rows, side.plain)
         side.spare.begin()
 

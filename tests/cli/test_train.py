@@ -52,7 +52,7 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
     assert record["data"]["files"] == ["chat.jsonl"]
     assert len(record["data"]["sha256"]) == 64
-    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--json")
+    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--tree", "fixed", "--json")
     assert used.exit_code == 0
     assert used.stderr == ""
     assert json.loads(used.stdout)["method"] == "eagle3"

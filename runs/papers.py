@@ -223,6 +223,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Bench], str]]] = {
     "spec_bench": ("Spec-Bench", spec_bench),
     "inputs": ("What the net reads (EAGLE-1 figures 3, 5 and 10)", inputs),
     "nestling": ("Another target: nestling", nestling),
+    "nestling_six": ("nestling on the six tasks of EAGLE-2", six),
 }
 
 

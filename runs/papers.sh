@@ -3,12 +3,12 @@
 #
 #     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
-#     sh runs/papers.sh SHARED chats              one of: chats sampled six spec_bench inputs nestling_heads nestling tables
+#     sh runs/papers.sh SHARED chats              one of: chats sampled six spec_bench inputs nestling_heads nestling nestling_six tables
 #
 # Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
 set -eu
 SHARED=${1:-../shared}
-STAGES=${2:-chats sampled six spec_bench inputs nestling_heads nestling tables}
+STAGES=${2:-chats sampled six spec_bench inputs nestling_heads nestling nestling_six tables}
 OUT=${OUT:-out/papers}
 HEADS=${HEADS:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -67,6 +67,8 @@ EOF
         done ;;
     nestling) bench nestling --target "$NESTLING" --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --temperature 0 --temperature 1 \
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
+    nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
+        --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads src/eyas/tiny/weights --heads "$HEADS" --output docs/papers.md ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac

@@ -3,12 +3,12 @@
 #
 #     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
-#     sh runs/papers.sh SHARED chats              one of: chats sampled six spec_bench inputs nestling_heads nestling nestling_six tables
+#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables
 #
 # Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
 set -eu
 SHARED=${1:-../shared}
-STAGES=${2:-chats sampled six spec_bench inputs nestling_heads nestling nestling_six tables}
+STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables}
 OUT=${OUT:-out/papers}
 HEADS=${HEADS:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -52,6 +52,7 @@ for stage in $STAGES; do
     sampled) bench sampled --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 1 \
         --methods "small_model:tree.choices=chain:depth=5,$HEADED,$EAGLES" ;;
     six) bench six --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --heads "$HEADS" --methods "$ALL" ;;
+    six_sampled) bench six_sampled --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --heads "$HEADS" --temperature 1 --methods "$HEADED,$EAGLES" ;;
     spec_bench) bench spec_bench --tasks "spec_bench:$EVAL/spec_bench/question.jsonl" --limit "${LIMIT:-24}" --max-new-tokens 64 \
         --heads "$HEADS" --methods "$OTHERS,$HEADED,$EAGLES" ;;
     inputs) bench inputs --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 0 --temperature 1 \

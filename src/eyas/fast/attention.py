@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 __all__ = ["NAME", "attend", "packed"]
 
 NAME = "eyas_packed"
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what this attention does not know
 
 
 def attend(
@@ -37,18 +38,13 @@ def attend(
     Whatever is not a masked forward with heads in groups is left to sdpa.
     """
     (B, H, N, _), K = query.shape, key.shape[1]
-    usual = attention_mask is None or attention_mask.shape[1] != 1 or dropout or any(x is not None for x in _odd(more))
-    if H == K or usual or attention_mask is None:
+    odd = dropout or any(more.get(name) is not None for name in UNKNOWN)
+    if attention_mask is None or attention_mask.shape[1] != 1 or H == K or odd:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
     G, W = H // K, key.shape[2]
     mask_BXW = attention_mask[..., :W].expand(-1, G, -1, -1).reshape(attention_mask.shape[0], 1, G * N, W)
     found = nn.functional.scaled_dot_product_attention(query.reshape(B, K, G * N, -1), key, value, attn_mask=mask_BXW, scale=scaling)
     return found.reshape(B, H, N, -1).transpose(1, 2).contiguous(), None
-
-
-def _odd(more: dict[str, Any]) -> Iterator[Any]:
-    """What this attention does not know."""
-    return (more.get(name) for name in ("softcap", "s_aux", "position_bias", "cache"))
 
 
 AttentionInterface.register(NAME, attend)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafters._base import options_from
-from eyas.drafters._grow import SHARPNESS, DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 from eyas.drafters.eagle1 import Method, Options, StaticTree
 from eyas.errors import OptionError
 from eyas.sampling import Noise, Sampling, process
@@ -84,7 +84,7 @@ def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: Dynami
             logits_V = process(logits_V[None], kind, seen_1V)[0]
         own_V = logits_V.log_softmax(-1).clamp(max=0)
         key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
-        chance_V = (SHARPNESS * key_V).log_softmax(-1).clamp(max=0) if shared and not kind.greedy else own_V
+        chance_V = (shape.sharpness * key_V).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
         best = key_V.topk(min(shape.branch, world.vocab)).indices.tolist()
         return [(float(chance_V[t]), float(own_V[t]), t) for t in best]
 
@@ -107,13 +107,13 @@ def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: Dynami
     return parents, [drafted[i][1] for i in kept], [drafted[i][0] > -math.inf for i in kept]
 
 
-@pytest.mark.parametrize(("expand", "rerank", "stop", "noise"), list(itertools.product(
-    ("value", "confidence"), (True, False), (0.0, 0.15), ("shared", "none"),
+@pytest.mark.parametrize(("expand", "rerank", "stop", "noise", "sharpness"), list(itertools.product(
+    ("value", "confidence"), (True, False), (0.0, 0.15), ("shared", "none"), (1.0, 2.0),
 )))  # fmt: skip
-def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str) -> None:
+def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, sharpness: float) -> None:
     """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
     that float32 sums in another order: 1e-4, seeded."""
-    world, shape = World(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop)
+    world, shape = World(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, sharpness)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
     draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), shape)
@@ -129,7 +129,7 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
 
 
 def test_greedy_rows_do_not_see_the_noise() -> None:
-    """Guards the paper's trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and alone, with noise and without."""
+    """Guards greedy trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and alone, with noise and without."""
     world, start_B, root_B = World(5, 6, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = [
@@ -159,7 +159,8 @@ def test_scores_are_the_processed_law() -> None:
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"tree.noise": "sharde"}, "shared"), ({"tree.expand": "values"}, "value"), ({"tree.stop": 1.0}, "below 1"),
-    ({"tree.stop": -0.1}, "0 or more"), ({"tree.rerank": 1}, "true or false"),
+    ({"tree.stop": -0.1}, "0 or more"), ({"tree.rerank": 1}, "true or false"), ({"tree.sharpness": 0}, "above 0"),
+    ({"tree.sharpness": float("nan")}, "above 0"),
 ])  # fmt: skip
 def test_bad_options(options: dict[str, object], words: str) -> None:
     """Guards the one clear line."""
@@ -185,4 +186,5 @@ def test_bad_options_of_static_trees() -> None:
 def test_descriptions() -> None:
     """Guards that ablations are seen in results. Deterministic."""
     assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "shared"}
-    assert DynamicTree(rerank=False, stop=0.1).describe().items() >= {"rerank": False, "stop": 0.1}.items()
+    unusual = {"rerank": False, "stop": 0.1, "sharpness": 1}
+    assert DynamicTree(**unusual).describe().items() >= unusual.items()

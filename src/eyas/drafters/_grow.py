@@ -5,8 +5,12 @@ A level's nodes attend to the committed slots and to the levels' slots that `vis
 
 Shared noise. The target draws argmax(log p + g), where the noise g of a (seed, position, token) is known beforehand, and what it draws does
 not depend on the tree (sampling.py). So a draft may rank its children by log q + g, with q processed by the row's own Sampling like p: it
-guesses what this very run will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). How likely a child is
-the drawn token is then a matter of the gaps between the perturbed scores; see `SHARPNESS`.
+guesses what this very run will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). Greedy rows are the
+case g = 0.
+
+Sharpness. What is drawn is certain, so how likely a child is the drawn token is a matter of the gaps between the scores and of how far
+log q may be from log p: softmax(sharpness * (log q + g)), which is exact if those errors are Gumbel variables of scale 1 / sharpness. q itself,
+EAGLE-2's choice (sharpness 1), is how likely a token is to be sampled by somebody whose noise is not known.
 
 Letters: B rows, Q nodes of a level, T nodes of all levels so far, K branch, X everything drafted, N nodes of the final tree (M without the
 root), L levels, D hidden, V vocabulary of the target, v that of the draft.
@@ -31,11 +35,6 @@ from eyas.tree import Choices, Draft, Tree
 
 __all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
 
-
-# A child's chance of being drawn is taken to be softmax(SHARPNESS * (log q + g)) over the vocabulary, which would be exact if the errors of
-# log q were Gumbel variables of scale 1 / SHARPNESS. Fitted on the embedded model's heads (docs/results.md).
-SHARPNESS = 2.0
-
 NOISES, EXPANSIONS = ("shared", "none"), ("value", "confidence")
 
 
@@ -50,6 +49,7 @@ class DynamicTree:
     expand: str = "value"  # which nodes are expanded: best by value (the whole path's probability), or by confidence (the node's own)
     rerank: bool = True  # verify the best of everything drafted; false: of what was expanded, level by level
     stop: float = 0.0  # no children for nodes whose path is not more probable than this
+    sharpness: float = 2.0  # of a child's chance where what is drawn is certain, see above; 1: the paper's. Fitted: docs/results.md
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "branch"):
@@ -63,6 +63,8 @@ class DynamicTree:
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
         if not isinstance(self.stop, int | float) or isinstance(self.stop, bool) or not 0 <= self.stop < 1:
             raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
+        if not isinstance(self.sharpness, int | float) or isinstance(self.sharpness, bool) or not 0 < self.sharpness <= 1000:
+            raise OptionError(f"tree.sharpness must be a number above 0 and at most 1000, got {self.sharpness!r}")
 
     @property
     def shape(self) -> Shape:
@@ -178,14 +180,15 @@ def _guess(growth: Growth, roots: Roots, shape: DynamicTree, hidden_BQD: Tensor,
     count = min(shape.branch, logits_BQv.shape[-1])
     shared = shape.noise == "shared"
     log_q_BQv = _log_q(_processed(logits_BQv, roots, seen_BQv) if shared else logits_BQv)
-    if not shared or roots.noise.all_greedy:
-        own_BQK, index_BQK = log_q_BQv.topk(count)
-        return _Children(index_BQK, own_BQK, own_BQK)
-    key_BQv = log_q_BQv + growth.noise(roots, level, logits_BQv.shape[-1])  # zero in greedy rows
+    drawn = shared and not roots.noise.all_greedy
+    key_BQv = log_q_BQv + growth.noise(roots, level, logits_BQv.shape[-1]) if drawn else log_q_BQv  # noise is zero in greedy rows
     index_BQK = key_BQv.topk(count).indices
     own_BQK = log_q_BQv.gather(-1, index_BQK)
-    chance_BQK = _log_q(SHARPNESS * key_BQv).gather(-1, index_BQK)
-    return _Children(index_BQK, own_BQK, torch.where(roots.noise.greedy_B[:, None, None], own_BQK, chance_BQK))
+    if not drawn and shape.sharpness == 1:
+        return _Children(index_BQK, own_BQK, own_BQK)
+    chance_BQK = _log_q(shape.sharpness * key_BQv).gather(-1, index_BQK)
+    certain_B11 = roots.noise.greedy_B[:, None, None] | shared
+    return _Children(index_BQK, own_BQK, torch.where(certain_B11, chance_BQK, own_BQK))
 
 
 def _kept(roots: Roots, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: Tensor, value_BX: Tensor, parent_BX: Tensor) -> Draft:

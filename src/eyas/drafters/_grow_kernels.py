@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas import kernels
 from eyas.drafters._base import Roots
-from eyas.drafters._grow import SHARPNESS, DynamicTree
+from eyas.drafters._grow import DynamicTree
 from eyas.nn import FusedLayer, QuickLinear
 from eyas.sampling import Sampling
 from eyas.tree import Draft, Tree
@@ -82,7 +82,7 @@ class Grower:
             depth_L = torch.arange(1, shape.depth + 1)
             noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
-            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, SHARPNESS,
+            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, shape.sharpness,
             torch.tensor([0.0 if s.greedy else s.temperature for s in roots.sampling], dtype=torch.float32), noise_BLv,
         )  # fmt: skip
         every = slice(0, B)

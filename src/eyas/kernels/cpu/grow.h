@@ -46,7 +46,7 @@ static float log_sum(const float* x, int64_t count, float factor) {  // log of t
 static void guess(const Net& net, const Plan& plan, const float* logits, const float* noise, float temperature, float* key, Guess* best) {
     const int64_t v = net.vocabulary, padded = (v + LANES - 1) / LANES * LANES;
     const float scale = temperature > 0 && plan.noise ? temperature : 1;
-    const bool noisy = noise && temperature > 0;
+    const bool noisy = noise && temperature > 0, sharpened = temperature > 0 ? noisy : plan.sharpness != 1;
     for (int64_t j = 0; j < padded; j++) key[j] = j < v ? logits[j] / scale : -INFINITY;
     const float whole = log_sum(key, padded, 1);
     for (int64_t j = 0; j < v; j++) key[j] = (key[j] - whole) + (noisy ? noise[j] : 0);
@@ -57,9 +57,9 @@ static void guess(const Net& net, const Plan& plan, const float* logits, const f
         for (; at > 0 && key[j] > best[at - 1].chance; at--) best[at] = best[at - 1];
         best[at] = {j, 0, key[j]};
     }
-    const float perturbed = noisy ? log_sum(key, padded, plan.sharpness) : 0;
+    const float perturbed = sharpened ? log_sum(key, padded, plan.sharpness) : 0;
     for (int64_t i = 0; i < count; i++) {
-        float own = best[i].chance - (noisy ? noise[best[i].index] : 0), chance = noisy ? plan.sharpness * best[i].chance - perturbed : own;
+        float own = best[i].chance - (noisy ? noise[best[i].index] : 0), chance = sharpened ? plan.sharpness * best[i].chance - perturbed : own;
         best[i].own = own < 0 ? own : 0;
         best[i].chance = chance < 0 ? chance : 0;
     }

@@ -33,7 +33,7 @@ def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
     trees = [drafted(seed, Shape(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
         acceptance._add(parents, values, Shape(24, 4, 3))
-    found = dict(zip(acceptance.shapes, acceptance._mean_ADGE.sum(-1)[acceptance._place_S], strict=True))
+    found = dict(zip(acceptance.shapes, acceptance._mean_ADGE.sum(-1)[acceptance._cell_S], strict=True))
     for shape in acceptance.shapes:
         expected = 0.0
         if shape.within(Shape(24, 4, 3)) == shape:

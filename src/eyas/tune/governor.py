@@ -344,8 +344,7 @@ class Governor:
 
     def _expected(self, side: Side, shape: Shape, rows: int) -> Plan:
         assert self.acceptance is not None
-        place = self.acceptance.shapes.index(shape)
-        return Plan(shape, self.acceptance(shape), side.scale * float(self._times(rows)[place]))
+        return Plan(shape, self.acceptance(shape), side.scale * float(self._times(rows)[self.acceptance.place[shape]]))
 
     def _scale(self, side: Side, rows: int) -> None:
         """Costs are ratios: what cycles with this shape really take says how long a second is."""

@@ -30,7 +30,7 @@ GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # nodes 
 BRANCHES = (1, 2, 3, 4, 6, 8, 10)
 MEMORY = 32  # trees that an estimate remembers; earlier ones fade
 PRIOR = 3  # trees that the made-up one weighs
-PRIOR_CHANCE, PRIOR_SHARE = 0.6, 0.35  # of it: of a first child; of each further child of what the one before had
+PRIOR_CHANCE, PRIOR_SHARE = 0.7, 0.2  # of it: of a first child; of each further child of what the one before had
 
 Array = np.ndarray[Any, Any]
 
@@ -74,22 +74,30 @@ class Acceptance:
 
     def __init__(self, limit: Shape) -> None:
         self.limit, self.shapes = limit, sizes(limit)
+        self.place = {shape: s for s, shape in enumerate(self.shapes)}
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
-        self._place_S = tuple(np.array(x) for x in zip(*map(self._place, self.shapes), strict=True))
+        self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.shapes), strict=True))
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised
         self._add(*_made_up(limit), limit)
         self._made_up_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
+        self._accepted_S: Array | None = None  # until the next tree
+        self._nearest = cache(self._find_nearest)
         # faded sums over trees; the last is what the made-up one promised
         self._trees_E, self._kept_E, self._promised_E, self._foretold_E = np.zeros((4, limit.depth))
 
-    def _place(self, shape: Shape) -> tuple[int, int, int]:
+    def _cell(self, shape: Shape) -> tuple[int, int, int]:
         return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
 
     @property
     def accepted_S(self) -> Array:
         """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
+        if self._accepted_S is None:
+            self._accepted_S = self._expected()
+        return self._accepted_S
+
+    def _expected(self) -> Array:
         known_ADG1 = self._count_ADG[..., None] / (self._count_ADG[..., None] + PRIOR)
         seen_ADGE, guessed_ADGE = (
             1 - (1 - promised_ADGE).clip(1e-6) ** self._exponent_E(sum_E)
@@ -99,7 +107,7 @@ class Acceptance:
         found = reached_ADGE.sum(-1)
         for axis in range(3):
             found = np.maximum.accumulate(found, axis=axis)
-        here: Array = found[self._place_S]
+        here: Array = found[self._cell_S]
         return here
 
     def _exponent_E(self, promised_E: Array) -> Array:
@@ -115,7 +123,7 @@ class Acceptance:
 
     def __call__(self, shape: Shape) -> float:
         """Of one of `shapes`."""
-        return float(self.accepted_S[self.shapes.index(shape)])
+        return float(self.accepted_S[self.place[shape]])
 
     def learn(self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int) -> None:
         """A tree that was drafted and verified.
@@ -128,15 +136,16 @@ class Acceptance:
         """
         shape, levels_E = shape.within(self.limit), np.arange(1, self.limit.depth + 1)
         promised_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
-        foretold_E = self._made_up_ADGE[self._place(self._nearest(shape))]
+        foretold_E = self._made_up_ADGE[self._cell(self._nearest(shape))]
         for sum_E, new_E in (
             (self._trees_E, np.ones(self.limit.depth)), (self._kept_E, levels_E <= accepted), (self._promised_E, promised_E),
             (self._foretold_E, foretold_E),
         ):  # fmt: skip
             sum_E[: shape.depth] = (1 - 1 / MEMORY) * sum_E[: shape.depth] + new_E[: shape.depth]
         self._add(parents, values, shape)
+        self._accepted_S = None
 
-    def _nearest(self, shape: Shape) -> Shape:
+    def _find_nearest(self, shape: Shape) -> Shape:
         """The largest of `shapes` within a shape, or the smallest there is."""
         return max((s for s in self.shapes if s.within(shape) == s), key=lambda s: (s.depth, s.nodes, s.branch), default=self.shapes[0])
 

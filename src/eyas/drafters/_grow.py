@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -212,27 +212,48 @@ def _kept(roots: Roots, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: 
 
 @dataclass(frozen=True)
 class _Level:
-    """One level's nodes that have children, in node order."""
+    """One level of a static tree: its inner nodes, in node order, and the level's nodes, which are their children."""
 
-    inner: list[int]  # node numbers
+    inner_Q: Tensor  # node numbers
+    parent_Q: Tensor  # of those
+    visible_1QT: Tensor  # which of the inner nodes so far, this level's last, each of them sees
     width: int  # most children of any of them
-    children: list[tuple[int, int, int]]  # (place among inner, rank, node number of the child)
+    child_M: Tensor  # node numbers
+    flat_M: Tensor  # place of the child's parent among the inner nodes * width + rank
 
 
-def _levels(choices: Choices) -> tuple[list[int], list[_Level]]:
-    """Parents of all nodes (root included), and the levels that must be expanded."""
-    number = {path: n for n, path in enumerate(choices, start=1)}
-    number[()] = 0
-    parents = [-1, *(number[path[:-1]] for path in choices)]
-    by_depth: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for path in choices:
-        by_depth[len(path)].append(path)
-    levels = []
-    for depth in sorted(by_depth):
-        inner = sorted({number[path[:-1]] for path in by_depth[depth]})
-        children = [(inner.index(number[path[:-1]]), path[-1], number[path]) for path in by_depth[depth]]
-        levels.append(_Level(inner, 1 + max(rank for _, rank, _ in children), children))
-    return parents, levels
+@dataclass(frozen=True)
+class _Static:
+    """A static tree in tensors."""
+
+    tree: Tree  # one row
+    levels: list[_Level]
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, choices: Choices, device: torch.device) -> _Static:
+        number = {path: n for n, path in enumerate(choices, start=1)} | {(): 0}
+        parents = [-1, *(number[path[:-1]] for path in choices)]
+        by_depth: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for path in choices:
+            by_depth[len(path)].append(path)
+
+        def tensor(numbers: Iterable[int]) -> Tensor:
+            return torch.tensor(list(numbers), device=device)
+
+        tree, levels, known = Tree.build(tensor(parents)[None], max(by_depth)), [], list[int]()
+        for _, paths in sorted(by_depth.items()):
+            inner = sorted({number[path[:-1]] for path in paths})
+            known += inner
+            width = 1 + max(path[-1] for path in paths)
+            visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(known)]
+            if inner == [0]:
+                known = []  # the root has no slot of its own
+            levels.append(_Level(
+                tensor(inner), tensor(max(0, parents[n]) for n in inner), visible_1QT, width, tensor(number[path] for path in paths),
+                tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths),
+            ))  # fmt: skip
+        return cls(tree, levels)
 
 
 def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "drawn", block: bool = False) -> Draft:
@@ -246,41 +267,37 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "dr
     q is processed by the row's own Sampling like p. A node that q gives no mass is no candidate.
     """
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
-    parents, levels = _levels(choices)
-    N, depth = len(parents), len(levels)
-    shape = Tree.build(torch.tensor([parents], device=device).expand(B, N), depth)
+    plan = _Static.of(choices, device)
+    one, N = plan.tree, plan.tree.nodes
+    shape = Tree(*(x.expand(B, *x.shape[1:]) for x in (one.parents_BN, one.candidate_BN, one.depth_BN, one.mask_BNN)), one.max_depth)
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
     tokens_BN[:, 0] = roots.tokens_B
     score_BN = torch.zeros(B, N, device=device)
     candidate_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
     hidden_BND = growth.hidden_BD[:, None].repeat(1, N, 1)  # at each node: the net's output there, i.e. the predicted feature
-    slot_of: dict[int, int] = {}  # inner node -> its slot among the levels' nodes
-    for level, plan in enumerate(levels):
-        if level:
-            slot_of.update({n: len(slot_of) + i for i, n in enumerate(plan.inner)})
-            visible_BQT = shape.mask_BNN[:, plan.inner][:, :, list(slot_of)]
-            parent_of = [parents[n] for n in plan.inner]
-            hidden_BND[:, plan.inner] = growth.expand(tokens_BN[:, plan.inner], hidden_BND[:, parent_of], visible_BQT, level - 1)
-        seen_BQV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, plan.inner]
-        scores_BQV = _processed(growth.head(hidden_BND[:, plan.inner]), roots, seen_BQV)
+    for number, level in enumerate(plan.levels):
+        inner_Q = level.inner_Q
+        if number:
+            visible_BQT = level.visible_1QT.expand(B, -1, -1)
+            hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
+        seen_BQV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, inner_Q]
+        scores_BQV = _processed(growth.head(hidden_BND[:, inner_Q]), roots, seen_BQV)
         key_BQV = scores_BQV
         if noise == "shared" and not roots.noise.all_greedy:
-            key_BQV = scores_BQV + growth.noise(roots, level, scores_BQV.shape[-1])
+            key_BQV = scores_BQV + growth.noise(roots, number, scores_BQV.shape[-1])
         elif not roots.noise.all_greedy:
-            place_BQ = roots.position_B[:, None] * N + torch.tensor(plan.inner, device=device)  # every node draws with noise of its own
+            place_BQ = roots.position_B[:, None] * N + inner_Q  # every node draws with noise of its own
             q_BQV = law(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
             key_BQV = torch.where(roots.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
             key_BQV = key_BQV + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], Noise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
-            q_BNV[:, plan.inner] = q_BQV
-        key_BQK, token_BQK = key_BQV.topk(plan.width)
+            q_BNV[:, inner_Q] = q_BQV
+        key_BQK, token_BQK = key_BQV.topk(level.width)
         own_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
-        for place, rank, node in plan.children:
-            tokens_BN[:, node] = token_BQK[:, place, rank]
-            score_BN[:, node] = own_BQK[:, place, rank]
-            candidate_BN[:, node] = key_BQK[:, place, rank] > -math.inf
-    tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, depth)
+        key_BM, token_BM, own_BM = (x.flatten(1)[:, level.flat_M] for x in (key_BQK, token_BQK, own_BQK))
+        tokens_BN[:, level.child_M], score_BN[:, level.child_M], candidate_BN[:, level.child_M] = token_BM, own_BM, key_BM > -math.inf
+    tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
     return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor
 
 from eyas.cache import common_prefix
-from eyas.drafters import Decision, Drafter, Roots
+from eyas.drafters import Decision, Drafter, DraftSession, Roots
 from eyas.drafters._merge import name_of
 from eyas.drafters._sleep import Sleeper
 from eyas.errors import InputError, ModelError
+from eyas.replay import Clock, Cycle, Replay
 from eyas.sampling import Noise, Sampling, process
 from eyas.target import Target
 from eyas.tree import Draft, Tree, Verdict
@@ -137,14 +137,23 @@ class Decoder:
         self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify, watch: Watch | None = None,
         policy: Policy | None = None, clock: Callable[[], Clock] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.reuse, self.verify, self.watch, self.policy, self.clock = target, reuse, verify, watch, policy, clock or Clock
+        self.model, self.method, self.reuse, self.verify, self.watch, self.policy = target, drafter, reuse, verify, watch, policy
+        self.clock = clock or Clock
         self.target = target.open(rows, drafter.wants)
         self.drafter = drafter.open(rows) if policy is None else Sleeper(drafter.open(rows), rows, self._rests)
         self.waiting: deque[tuple[int, Request]] = deque()
         self.rows: list[_Row | None] = [None] * rows
         self.left: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values an empty row still holds
         self._tickets = 0
+        recorder = target.run.recorder()
+        self.replay = None if recorder is None else Replay(recorder, self.target, self.drafter, self._run)
+        self._bonus_B: Tensor | None = None  # the next roots, as long as no row changes hands
         self._present: _Present | None = None  # what is the same in every cycle while no row changes hands
+
+    def serves(self, target: Target, drafter: Drafter, rows: int, policy: Policy | None) -> bool:
+        """Whether another one made of these would do the same from now on."""
+        same = self.model is target and self.method is drafter and self.policy is policy and len(self.rows) == rows
+        return same and self.finished and not self.reuse
 
     @property
     def finished(self) -> bool:
@@ -181,8 +190,21 @@ class Decoder:
             return steps
         clock = self.clock()
         roots = self._roots()
+        cycle = self.replay(roots, clock) if self.replay and self._can_be_replayed(roots) else self._run(self.drafter, roots, clock)
+        self._bonus_B = cycle.verdict.bonus_B
+        emitted = self._emit(cycle, clock, roots.decision)
+        if self.policy is not None:
+            self.policy.learn(emitted)
+        if self.watch is not None:
+            self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
+        return steps + emitted
+
+    def _run(self, drafter: DraftSession | None, roots: Roots, clock: Clock, draft: Draft | None = None) -> Cycle:
+        """A cycle to its end on the device. draft: what was drafted already; drafter: who drafts otherwise, and is told what came of it."""
         with clock.stage("draft"):
-            draft = self.drafter.draft(roots)
+            if draft is None:
+                assert drafter is not None
+                draft = drafter.draft(roots)
         with clock.stage("target"):
             seen = self.target.forward(draft.tokens_BN, draft.tree)
         with clock.stage("verify"):
@@ -190,13 +212,17 @@ class Decoder:
             verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
         with clock.stage("commit"):
             self.target.commit(verdict, roots.active_B)
-            self.drafter.commit(draft, verdict, seen)
-        emitted = self._emit(draft, verdict, torch.isnan(scores_BNV.amax((1, 2))), clock, roots.decision)
-        if self.policy is not None:
-            self.policy.learn(emitted)
-        if self.watch is not None:
-            self.watch(roots, draft, scores_BNV, verdict)
-        return steps + emitted
+            if drafter is not None:
+                drafter.commit(draft, verdict, seen)
+        bad_B = torch.isnan(scores_BNV.amax((1, 2)))
+        columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
+        return Cycle(draft, seen, scores_BNV, verdict, torch.cat(columns, 1))
+
+    def _can_be_replayed(self, roots: Roots) -> bool:
+        """Whether nothing in the cycle, but perhaps its draft, looks at values on the host, and nobody looks into it."""
+        known = self.verify is verify or getattr(self.verify, "on_device", False)
+        asks = roots.history_BV is not None or any(row is not None and row.request.processors for row in self.rows)
+        return known and not asks and self.watch is None and self.clock is Clock
 
     def _rests(self) -> bool:
         return self.policy is not None and self.policy.rests(1 + sum(row is not None for row in self.rows))
@@ -243,7 +269,9 @@ class Decoder:
         return history_V
 
     def _roots(self) -> Roots:
-        device, rows = self.model.device, self.rows
+        device, rows, tokens_B = self.model.device, self.rows, self._bonus_B
+        if self._present is None or tokens_B is None:
+            tokens_B = torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device)
         if self._present is None:
             sampling = tuple(row.request.sampling if row else Sampling() for row in rows)
             active_B = torch.tensor([row is not None for row in rows], device=device)
@@ -254,7 +282,7 @@ class Decoder:
             blank_V = torch.zeros(self.model.vocab_size, dtype=torch.bool, device=device)
             history = torch.stack([blank_V if row is None or row.history_V is None else row.history_V for row in rows])
         roots = Roots(
-            tokens_B=torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device),
+            tokens_B=tokens_B,
             position_B=self.target.length_B,
             active_B=present.active_B,
             sampling=present.sampling,
@@ -279,10 +307,9 @@ class Decoder:
             rows.append(process(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
-    def _emit(self, draft: Draft, verdict: Verdict, bad_B: Tensor, clock: Clock, decision: Decision) -> list[Step]:
+    def _emit(self, cycle: Cycle, clock: Clock, decision: Decision) -> list[Step]:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
-        columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
-        host, P = torch.cat(columns, 1).tolist(), verdict.path_BP.shape[1]
+        host, P = cycle.columns_BX.tolist(), cycle.verdict.path_BP.shape[1]
         self.target.settle([length + (host[b][0] if self.rows[b] else 0) for b, length in enumerate(self.target.lengths)])
         steps = []
         for b, (length, bonus, bad, *rest) in enumerate(host):
@@ -290,7 +317,7 @@ class Decoder:
             if row is not None:
                 self._check_nan(bool(bad), row.tokens)
                 path = tuple(rest[P : P + length])
-                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=path, draft=draft, decision=decision))
+                steps.append(self._give(b, [*rest[1:length], bonus], length - 1, clock, path=path, draft=cycle.draft, decision=decision))
         return steps
 
     def _give(
@@ -343,29 +370,6 @@ class Decoder:
             raise ModelError(
                 f"the target's logits are NaN ({where}): its weights or dtype ({self.model.dtype}) are broken; try --dtype float32"
             )
-
-
-class Clock:
-    """Seconds by stage, on the host's clock: of one cycle."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.parts: dict[str, float] = {}
-        self._stage, self._since = "", 0.0
-
-    def stage(self, name: str) -> AbstractContextManager[object]:
-        """What happens during the `with` is this stage's; stages follow each other."""
-        self._stage = name
-        return self
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *raised: object) -> None:
-        self.parts[self._stage] = time.perf_counter() - self._since
-
-    def total(self) -> float:
-        return time.perf_counter() - self.began
 
 
 def _prefixes(tokens: list[int], draft: Draft, b: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, overload
@@ -213,6 +214,17 @@ class LLM:
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.draft_name, self.policy = target, drafter, tokenizer, draft_name, policy
         self.eos = _eos(target.model, tokenizer)
+        self._idle: Decoder | None = None
+
+    @contextmanager
+    def _decoder(self, rows: int = 1) -> Iterator[Decoder]:
+        """Its rows are empty. One that has recordings serves again: they are made for where its caches lie."""
+        idle, self._idle = self._idle, None
+        if idle is None or not idle.serves(self.target, self.drafter, rows, self.policy):
+            idle = Decoder(self.target, self.drafter, rows, policy=self.policy)
+        yield idle
+        if idle.replay is not None and idle.finished:
+            self._idle = idle
 
     @property
     def method(self) -> str:
@@ -294,21 +306,21 @@ class LLM:
         """(index, Result) as prompts are finished, in whatever order."""
         made = [self.request(p, **kwargs) for p in prompts]
         rows = batch_size or (1 if self.target.device.type == "cpu" else 8)
-        decoder = Decoder(self.target, self.drafter, max(1, min(rows, len(made))), policy=self.policy)
-        index = {decoder.add(request): i for i, (request, _) in enumerate(made)}
-        ledgers = [_Ledger(request, reader) for request, reader in made]
-        while not decoder.finished:
-            for step in decoder.step():
-                ledger = ledgers[index[step.request]]
-                ledger.add(step)
-                if step.finish:
-                    yield index[step.request], ledger.result()
+        with self._decoder(max(1, min(rows, len(made)))) as decoder:
+            index = {decoder.add(request): i for i, (request, _) in enumerate(made)}
+            ledgers = [_Ledger(request, reader) for request, reader in made]
+            while not decoder.finished:
+                for step in decoder.step():
+                    ledger = ledgers[index[step.request]]
+                    ledger.add(step)
+                    if step.finish:
+                        yield index[step.request], ledger.result()
 
     def stream(self, prompt: Prompt, **kwargs: Any) -> Iterator[Piece]:
         """The answer piece by piece, one per cycle; closing the iterator early leaves everything reusable."""
         request, reader = self.request(prompt, **kwargs)
-        decoder = Decoder(self.target, self.drafter, policy=self.policy)
-        yield from _stream(decoder, request, reader)
+        with self._decoder() as decoder:
+            yield from _stream(decoder, request, reader)
 
     def chat(self, system: str | None = None, **defaults: Any) -> Chat:
         """A conversation whose keys and values are kept from turn to turn."""

@@ -104,7 +104,7 @@ def process(
     if sampling.top_p < 1.0:
         ascending_NV, order_NV = scores_NV.sort(dim=-1)
         drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop_NV[:, -1] = False
+        drop_NV[:, -1].fill_(False)
         scores_NV = scores_NV.masked_fill(drop_NV.scatter(-1, order_NV, drop_NV), -math.inf)
     if sampling.min_p > 0.0:
         p_NV = scores_NV.softmax(-1)
@@ -186,5 +186,5 @@ class Noise:
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
         """bool [B]: accept tests with these chances for the sibling-th child (0, 1, ...) of the node before `position_B`."""
-        index_1 = torch.tensor([sibling], device=position_B.device)
+        index_1 = torch.full((1,), sibling, device=position_B.device)
         return self._uniform(self.ACCEPT, position_B[:, None], index_1)[:, 0, 0] < chance_B

@@ -84,6 +84,10 @@ class Runner(Protocol):
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
 
+    def recorder(self) -> Any:
+        """What records the cycles of one decoder (`replay.Recorder`), or None."""
+        ...
+
 
 class Target:
     """An unmodified model in eval mode, on one device.
@@ -361,6 +365,9 @@ class OwnForward:
 
     def likewise(self, other: Target) -> Target:
         return other
+
+    def recorder(self) -> None:
+        return None
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return families.head(target.family, hidden)

@@ -72,6 +72,11 @@ class Tree:
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
+    def for_rows(self, rows: int) -> Tree:
+        """A tree of one row, for each of many."""
+        parents_BN, candidate_BN, depth_BN = (x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN))
+        return Tree(parents_BN, candidate_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
+
     def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
         """bool [B, N, V]: which tokens stand in each node's own prefix: the row's history, its ancestors and itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)

@@ -73,10 +73,13 @@ class Drafting(Contestant):
     ) -> None:  # fmt: skip
         """policy: keeps what it learns from question to question."""
         self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
+        self._idle: Decoder | None = None  # one that has recordings (graphs), which are made for where its caches lie
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
         before = cost.memory(device)
+        if self._idle is not None:  # it holds the caches of the question before
+            before = None
         answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
         return answer.but(memory=_memory(device, before), comparable=answer.comparable and self.verify is verify)
 
@@ -85,13 +88,17 @@ class Drafting(Contestant):
     ) -> Iterator[tuple[Step, float]]:  # fmt: skip
         """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
         since = time.perf_counter()
-        decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy, clock=clock)
+        decoder, self._idle = self._idle, None
+        if decoder is None or watch is not None or clock is not None:
+            decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy, clock=clock)
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
                 yield step, step.at - since
                 since = step.at
             since = time.perf_counter()
+        if decoder.replay is not None and watch is None and clock is None:
+            self._idle = decoder
 
     def describe(self) -> dict[str, Any]:
         parts = _parts(self.drafter)

@@ -18,6 +18,8 @@ from eyas.sampling import Noise
 from eyas.tree import Draft, Verdict
 from eyas.verify import verify
 
+_STRIDE = 2**20  # positions of one root token lie apart from those of another
+
 __all__ = ["expected_tau", "parse_rates", "simulated"]
 
 
@@ -43,23 +45,35 @@ def expected_tau(rates: Sequence[float], depth: int) -> float:
 
 def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
     """A stand-in for `verify`: down to a deepest candidate, as far as the lot allows."""
-    dice = torch.Generator().manual_seed(seed)
+    return _Simulated(tuple(rates), seed)
 
-    def decide(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
+
+class _Simulated:
+    """The lot of a cycle is a matter of the seed, the root's position and its token, worked out on the device (`Noise`)."""
+
+    on_device = True
+
+    def __init__(self, rates: tuple[float, ...], seed: int) -> None:
+        self.rates, self.seed = rates, seed
+
+    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
         verify(draft, scores_BNV, position_B, noise)  # its time counts, what it says does not
-        tree, (B, P) = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1)
-        given_D = torch.tensor([rates[min(d, len(rates) - 1)] for d in range(P - 1)])
-        luck_B = (torch.rand(B, P - 1, generator=dice) < given_D).long().cumprod(1).sum(1).to(tree.depth_BN.device)
+        tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
+        lot = Noise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
+        place_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
+        luck_B, goes_on_B = torch.zeros_like(position_B), torch.ones_like(noise.greedy_B)
+        for d in range(P - 1):
+            rate_B = torch.full((B,), self.rates[min(d, len(self.rates) - 1)], dtype=torch.float64, device=device)
+            goes_on_B = goes_on_B & lot.accepts(rate_B, place_B, d)
+            luck_B = luck_B + goes_on_B
         deepest_B1 = torch.where(tree.candidate_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
         to_it_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
         to_it_BN = to_it_BN & (tree.depth_BN <= luck_B[:, None])
-        order_BN = torch.arange(tree.nodes, device=to_it_BN.device).expand(B, -1)
-        spare_BP = torch.full((B, P + 1), -1, device=to_it_BN.device)
+        order_BN = torch.arange(tree.nodes, device=device).expand(B, -1)
+        spare_BP = torch.full((B, P + 1), -1, device=device)
         path_BP = spare_BP.scatter(1, torch.where(to_it_BN, tree.depth_BN, P), order_BN)[:, :P]
         length_B = to_it_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
         last_B1 = path_BP.gather(1, length_B[:, None] - 1)
         bonus_B = scores_BNV.argmax(-1).gather(1, last_B1)[:, 0]
         return Verdict(path_BP, tokens_BP, length_B, bonus_B)
-
-    return decide

@@ -95,8 +95,22 @@ class Loss:
     sums: dict[str, Tensor]  # scalars without gradient, summed likewise: what to log
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """A session that drafts and commits by operations of the device alone, the same ones in every cycle from such roots (the same rows'
+    Sampling but for seeds, decision and `longest`): so they can be recorded and replayed (CUDA graphs)."""
+
+    session: DraftSession
+    state: Mapping[str, tuple[int, ...]]  # its tensors that a cycle reads and replaces, with their full shapes; they may get shorter ones
+    places: tuple[int, ...] = ()  # where its caches lie in memory
+
+
 class DraftSession(ABC):
     """The state of B rows. Rows join and leave between cycles."""
+
+    def fixed(self, roots: Roots) -> Fixed | None:
+        """What drafts from these roots, where it can be recorded; None: it looks at values on the host."""
+        return None
 
     def keep(self, row: int, length: int) -> int:
         """Cut the row back to at most `length` tokens and say how many it still knows; their features will be offered from there on."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eyas.cache import WindowCache
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Drafter, DraftSession, Roots
+from eyas.drafters._base import Drafter, DraftSession, Fixed, Roots
 from eyas.drafters._grow import DynamicTree, Growth
 from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
@@ -34,6 +34,7 @@ from eyas.tree import Draft, Seen, Verdict
 __all__ = ["EagleMethod", "EagleNet", "EagleSession", "Window", "check_sizes", "head_of", "own_table", "shape_like", "shape_of"]
 
 CROPS = ("halves", "last", "none")
+ROOM = 256  # slots behind the committed ones that most trees do with
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,14 @@ class EagleSession(DraftSession):
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_next_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
         self.pending_B = torch.zeros_like(self.length_B)
+        state = ("length_B", "pairs_B", "pending_BPF", "pending_next_BP", "pending_B")
+        self.state = {name: tuple(getattr(self, name).shape) for name in state}
+
+    def fixed(self, roots: Roots) -> Fixed | None:
+        if self.window or (self.drafter.draws and not roots.noise.all_greedy):  # the host trims windows, and judges what was drawn
+            return None
+        self.cache.reserve(roots.longest + ROOM)
+        return Fixed(self, self.state, self.cache.places)
 
     def keep(self, row: int, length: int) -> int:
         """Pair m-1 needs token m to be unchanged, so of `length` equal tokens the pairs before the last stay, if nothing cut is needed."""

@@ -9,8 +9,8 @@ guesses what this very run will draw (drafter-invariant coupling: Daliri, Musco,
 case g = 0.
 
 Sharpness. What is drawn is certain, so how likely a child is the drawn token is a matter of the gaps between the scores and of how far
-log q may be from log p: softmax(sharpness * (log q + g)), which is exact if those errors are Gumbel variables of scale 1 / sharpness. q itself,
-EAGLE-2's choice (sharpness 1), is how likely a token is to be sampled by somebody whose noise is not known.
+log q may be from log p: softmax(sharpness * (log q + g)), which is exact if those errors are Gumbel variables of scale 1 / sharpness.
+q itself, EAGLE-2's choice (sharpness 1), is how likely a token is to be sampled by somebody whose noise is not known.
 
 Letters: B rows, Q nodes of a level, T nodes of all levels so far, K branch, X everything drafted, N nodes of the final tree (M without the
 root), L levels, D hidden, V vocabulary of the target, v that of the draft.
@@ -268,8 +268,7 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "dr
     """
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device
     plan = _Static.of(choices, device)
-    one, N = plan.tree, plan.tree.nodes
-    shape = Tree(*(x.expand(B, *x.shape[1:]) for x in (one.parents_BN, one.candidate_BN, one.depth_BN, one.mask_BNN)), one.max_depth)
+    shape, N = plan.tree.for_rows(B), plan.tree.nodes
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
     tokens_BN[:, 0] = roots.tokens_B
     score_BN = torch.zeros(B, N, device=device)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, DraftSession, Loss, Roots
+from eyas.drafters._base import Batch, DraftSession, Fixed, Loss, Roots
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.losses import draft_cross_entropy
 from eyas.sampling import process
@@ -79,6 +79,9 @@ class FeatureSession(DraftSession):
         """grow: (feature_BD, roots) -> the draft."""
         self.grow = grow
         self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def fixed(self, roots: Roots) -> Fixed:
+        return Fixed(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
     def keep(self, row: int, length: int) -> int:
         return length  # the prompt's last token is always offered again

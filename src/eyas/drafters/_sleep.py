@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Drafter, DraftSession, Roots
+from eyas.drafters._base import Drafter, DraftSession, Fixed, Roots
 from eyas.tree import Draft, Seen, Tree, Verdict
 
 __all__ = ["WAITING", "Sleeper"]
@@ -68,6 +68,13 @@ class Sleeper(DraftSession):
         self.root: Tree | None = None  # the tree of a plain cycle, once there was one
         self.asleep: Roots | None = None  # of the cycle under way, when the session sleeps
         self.spare: _Spare | None = None  # once one was asked for
+
+    def fixed(self, roots: Roots) -> Fixed | None:
+        if roots.decision.plain or roots.decision.spare is not None:
+            return None
+        for row in roots.busy:
+            self._catch_up(row)
+        return self.session.fixed(roots)
 
     def keep(self, row: int, length: int) -> int:
         self._catch_up(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.drafters._base import Drafter, DraftSession, Roots
+from eyas.drafters._base import Drafter, DraftSession, Fixed, Roots
 from eyas.tree import Draft, Tree
 
 __all__ = ["Method"]
@@ -13,6 +13,9 @@ __all__ = ["Method"]
 class Session(DraftSession):
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tree = Tree.chain(rows, 1, device)
+
+    def fixed(self, roots: Roots) -> Fixed:
+        return Fixed(self, {})
 
     def keep(self, row: int, length: int) -> int:
         return length

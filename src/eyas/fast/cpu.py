@@ -131,6 +131,9 @@ class CpuRunner:
             features_MF = torch.cat([parts[k] for k in work.wants], dim=1)
         return Seen(logits, features_MF.view(R, Q, -1))
 
+    def recorder(self) -> None:
+        return None
+
     def likewise(self, other: Target) -> Target:
         try:
             made = CpuRunner(other, "int8")

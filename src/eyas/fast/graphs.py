@@ -1,10 +1,14 @@
-"""The target's pass on a GPU as a replayed CUDA graph: the model's own forward without the launches of its thousand kernels.
+"""CUDA graphs: a whole cycle, or a pass of the target, replayed without the launches of its thousands of kernels.
 
-A graph holds one shape: rows, new nodes, nodes, and a width of the cache that is a multiple of BUCKET. What a pass reads is copied into the
-graph's own inputs, masks and slots are worked out inside, logits and features lie where the graph left them. Keys and values are read where
-they lie (attention.py). Prompts, and trees that are larger than LARGEST, run as ever; so does a shape whose capture fails, with a warning.
+A cycle (replay.py) is recorded with all levels of its draft, the pass, verification and both commits wherever the draft is a matter of the
+device; else from the draft on. A pass alone is recorded where a cycle cannot be: rows whose children are drawn or that have a repetition
+penalty, models that draft. Prompts, and trees that are larger than LARGEST, run as ever; so does what cannot be captured, with a warning.
 
-Written and tested for its shapes on a CPU, where `capture` just runs the work again. Not yet run on a GPU.
+A graph holds one shape: rows, nodes, and a width of the cache. What it reads is copied into tensors of its own, masks and slots are worked
+out inside, results lie where the graph left them. Keys and values are read where they lie (attention.py).
+
+Written and tested for its shapes on a CPU, where `capture` just runs the work again, and where a test looks for operations that wait for
+the device or bring something from the host. Not yet run on a GPU.
 Letters: R rows, Q new nodes, T nodes in slots.
 """
 
@@ -12,41 +16,127 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from eyas.fast.attention import packed
 from eyas.kernels import Team
+from eyas.replay import BUCKET, Cycle, State
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
 
-__all__ = ["BUCKET", "GraphRunner", "cuda_capture"]
+__all__ = ["BUCKET", "Capture", "CycleRecorder", "GraphRunner", "cuda_capture", "tensors_of"]
 
-BUCKET = 256  # slots: passes attend to a multiple of this
 LARGEST = 128  # new nodes
 MOST = 48  # graphs that are kept; those that were not used for longest are forgotten
+ALIGNED = 64  # slots: widths of recorded passes are multiples of this, which attention kernels ask of masks
 
-Captured = tuple[Seen, Callable[[], None]]  # what a run leaves, always in the same place; and how to run it again
-Capture = Callable[[Callable[[], Seen]], Captured]
+T = TypeVar("T")
 
 
-def cuda_capture(work: Callable[[], Seen]) -> Captured:
+class Capture(Protocol):
+    """How work becomes a recording: (work, what undoes a run of it) -> (its result, always in the same place; what runs it again). Nothing
+    has been done when it returns."""
+
+    def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]: ...
+
+
+@cache
+def _pool() -> Any:
+    """Memory that all graphs share: what a graph leaves is read before another one runs."""
+    return torch.cuda.graph_pool_handle()
+
+
+def cuda_capture(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
     """Three runs on a stream of their own, then the capture, which runs nothing."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             work()
+            undo()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        seen = work()
-    graph.replay()
-    return seen, graph.replay
+    with torch.cuda.graph(graph, pool=_pool()):
+        found = work()
+    return found, graph.replay
+
+
+def tensors_of(found: object) -> Iterator[Tensor]:
+    """All tensors of a record of records."""
+    if isinstance(found, Tensor):
+        yield found
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from tensors_of(getattr(found, field.name))
+
+
+class CycleRecorder:
+    """Records a decoder's cycles."""
+
+    def __init__(self, capture: Capture, alone: Callable[[], Any]) -> None:
+        """alone: a context in which the target's passes are not recorded for themselves."""
+        self.capture, self.alone = capture, alone
+        self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = OrderedDict()
+        self._state: dict[tuple[int, str], Tensor] = {}  # what sessions keep, where recordings expect it
+
+    def __call__(
+        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+    ) -> Cycle | None:  # fmt: skip
+        for one in state:
+            self._settle(one, getattr(one.holder, one.name))
+        if key not in self._recorded:
+            self._recorded[key] = self._record(inputs, state, work)
+            if len(self._recorded) > MOST:
+                self._recorded.popitem(last=False)
+        self._recorded.move_to_end(key)
+        if (found := self._recorded[key]) is None:
+            return None
+        mine, cycle, again = found
+        for name, tensor in inputs.items():
+            mine[name].copy_(tensor)
+        again()
+        return cycle
+
+    def _settle(self, one: State, value: Tensor) -> None:
+        """The holder holds the recordings' own tensor, with this value."""
+        place = id(one.holder), one.name
+        if place not in self._state:
+            self._state[place] = value.new_zeros(one.shape)
+        mine = self._state[place]
+        if value is not mine:
+            mine[tuple(slice(size) for size in value.shape)].copy_(value)
+        setattr(one.holder, one.name, mine)
+
+    def _record(
+        self, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+    ) -> tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None:  # fmt: skip
+        mine = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
+        before = [getattr(one.holder, one.name).clone() for one in state]
+
+        def run() -> Cycle:
+            cycle = work(mine)
+            for one in state:
+                self._settle(one, getattr(one.holder, one.name))
+            return cycle
+
+        def undo() -> None:
+            for one, value in zip(state, before, strict=True):
+                self._settle(one, value)
+
+        try:
+            with self.alone():
+                return mine, *self.capture(run, undo)
+        except RuntimeError as error:
+            undo()
+            warnings.warn(f"a cycle cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
+            return None
 
 
 @dataclass(frozen=True)
@@ -78,7 +168,19 @@ class GraphRunner:
 
     def __init__(self, target: Target, capture: Capture = cuda_capture) -> None:
         self.target, self.capture, self.own = target, capture, OwnForward()
-        self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, Captured] | None] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, Seen, Callable[[], None]] | None] = OrderedDict()
+        self._alone = False  # a cycle is being recorded, so its pass is not
+
+    def recorder(self) -> CycleRecorder:
+        return CycleRecorder(self.capture, self._within)
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def likewise(self, other: Target) -> Target:
         return other.run_with(GraphRunner(other, self.capture))
@@ -90,6 +192,8 @@ class GraphRunner:
         (R, Q), T = work.tokens_RQ.shape, work.visible_RQT.shape[-1]
         if work.last_only or Q > LARGEST:
             return self.own(work)
+        if self._alone:
+            return self._run(replace(work, width=-(-work.width // ALIGNED) * ALIGNED))
         width = -(-work.width // BUCKET) * BUCKET
         work.cache.reserve(width)
         key = (R, Q, T, width, work.span.start, work.wants, work.cache.places)
@@ -100,17 +204,17 @@ class GraphRunner:
         self._graphs.move_to_end(key)
         if (found := self._graphs[key]) is None:
             return self._run(work)
-        inputs, (seen, again) = found
+        inputs, seen, again = found
         inputs.fill(work)
         again()
         return Seen(seen.logits_BNV, seen.features_BNF.clone())  # features are kept for longer than until the next pass
 
-    def _captured(self, work: Work) -> tuple[_Inputs, Captured] | None:
+    def _captured(self, work: Work) -> tuple[_Inputs, Seen, Callable[[], None]] | None:
         inputs = _Inputs.like(work)
         mine = replace(work, **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__})
 
         try:
-            return inputs, self.capture(lambda: self._run(mine))
+            return inputs, *self.capture(lambda: self._run(mine), lambda: None)
         except RuntimeError as error:
             warnings.warn(f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
             return None

@@ -1,0 +1,157 @@
+"""One cycle up to its end on the device, and how cycles that are always the same operations are recorded once and replayed (CUDA graphs).
+
+    recorded with its draft      where the session says that it is fixed (EAGLE's, Medusa's, Hydra's chosen trees; plain decoding)
+    recorded from its draft on   where the draft is made on the host or by something that has graphs of its own: pass, verification, commit
+
+A recording is made as if every row were as long as its bucket, so it holds for all rows that are not longer; how long they are, the device
+knows. What it reads is copied into tensors of its own; what sessions keep from cycle to cycle lies where the recording left it. The host
+learns what came of it by one transfer (`Cycle.columns_BX`), and sends nothing but roots that are new.
+
+A recorder makes it happen (fast/graphs.py); this module knows no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from eyas.drafters import DraftSession, Roots
+from eyas.sampling import Noise
+from eyas.target import TargetSession
+from eyas.tree import Draft, Seen, Tree, Verdict
+
+__all__ = ["BUCKET", "Clock", "Cycle", "Recorder", "Replay", "State"]
+
+BUCKET = 256  # tokens: recordings are made for multiples of this
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What a cycle leaves on the device."""
+
+    draft: Draft
+    seen: Seen
+    scores_BNV: Tensor
+    verdict: Verdict
+    columns_BX: Tensor  # int64; all that the host is told: length, bonus, whether a score is no number, tokens, path
+
+
+class Clock:
+    """Seconds by stage, on the host's clock: of one cycle."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.parts: dict[str, float] = {}
+        self._stage, self._since = "", 0.0
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """What happens during the `with` is this stage's; stages follow each other."""
+        self._stage = name
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.parts[self._stage] = time.perf_counter() - self._since
+
+    def total(self) -> float:
+        return time.perf_counter() - self.began
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that a cycle reads and replaces."""
+
+    holder: object
+    name: str
+    shape: tuple[int, ...]  # in full; a cycle may leave a shorter one
+
+
+class Recorder(Protocol):
+    """Records work that is the same operations for one key, and runs it again."""
+
+    def __call__(
+        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+    ) -> Cycle | None:  # fmt: skip
+        """What work leaves, in tensors that the next call overwrites; None: it cannot be recorded, and nothing was done."""
+        ...
+
+
+Run = Callable[[DraftSession | None, Roots, Clock, Draft | None], Cycle]
+
+
+class Replay:
+    """Cycles of one decoder, by a recorder of its own.
+
+    run: a cycle as it is: (drafter that drafts and is told what came of it, roots, clock, draft where it is there already).
+    """
+
+    def __init__(self, recorder: Recorder, target: TargetSession, drafter: DraftSession, run: Run) -> None:
+        self.recorder, self.target, self.drafter, self.run = recorder, target, drafter, run
+
+    def __call__(self, roots: Roots, clock: Clock) -> Cycle:
+        room = -(-(roots.longest + 1) // BUCKET) * BUCKET
+        self.target.cache.reserve(room + BUCKET)
+        with clock.stage("draft"):
+            fixed = self.drafter.fixed(replace(roots, longest=room))
+            draft = None if fixed is not None else self.drafter.draft(roots)
+        if draft is not None and draft.q_BNV is not None:  # laws that siblings were drawn from are judged on the host
+            return self._told(self.run(None, roots, clock, draft), draft)
+        noise, state = roots.noise, [State(self.target, "length_B", tuple(self.target.length_B.shape))]
+        inputs = {"tokens": roots.tokens_B, "active": roots.active_B, "seed": noise.seed_B, "greedy": noise.greedy_B}
+        if fixed is not None:
+            state += [State(fixed.session, name, shape) for name, shape in fixed.state.items()]
+        if draft is not None:
+            inputs |= _tensors(draft)
+
+        def work(given: Mapping[str, Tensor]) -> Cycle:
+            here = replace(
+                roots, tokens_B=given["tokens"], active_B=given["active"], position_B=self.target.length_B, longest=room,
+                noise=Noise(given["seed"], given["greedy"], noise.all_greedy),
+            )  # fmt: skip
+            lengths, self.target.lengths = self.target.lengths, [room] * len(roots.sampling)
+            try:
+                return self.run(None if fixed is None else fixed.session, here, Clock(), None if draft is None else _with(draft, given))
+            finally:
+                self.target.lengths = lengths
+
+        sampling = tuple(replace(s, seed=0) for s in roots.sampling)
+        drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
+        places = self.target.cache.places, None if fixed is None else fixed.places
+        with clock.stage("target"):
+            cycle = self.recorder((room, sampling, noise.all_greedy, roots.decision.shape, drafted, places), inputs, state, work)
+        if draft is not None:
+            return self._told(self.run(None, roots, clock, draft) if cycle is None else cycle, draft)
+        if cycle is None:
+            return self.run(self.drafter, roots, clock, None)
+        return replace(cycle, draft=_with(cycle.draft, {name: x.clone() for name, x in _tensors(cycle.draft).items()}))
+
+    def _told(self, cycle: Cycle, draft: Draft) -> Cycle:
+        """The drafter, which is no part of the recording, is told what came of its draft, in tensors that nobody overwrites."""
+        given = cycle.verdict
+        verdict = Verdict(given.path_BP.clone(), given.tokens_BP.clone(), given.length_B.clone(), given.bonus_B.clone())
+        cycle = replace(cycle, draft=draft, verdict=verdict, seen=replace(cycle.seen, features_BNF=cycle.seen.features_BNF.clone()))
+        self.drafter.commit(draft, verdict, cycle.seen)
+        return cycle
+
+
+def _tensors(draft: Draft) -> dict[str, Tensor]:
+    """By the names of their fields; a draft has no q here."""
+    tree = draft.tree
+    found = {
+        "tokens_BN": draft.tokens_BN, "score_BN": draft.score_BN, "value_BN": draft.value_BN, "parents_BN": tree.parents_BN,
+        "candidate_BN": tree.candidate_BN, "depth_BN": tree.depth_BN, "mask_BNN": tree.mask_BNN,
+    }  # fmt: skip
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _with(draft: Draft, found: Mapping[str, Tensor]) -> Draft:
+    """The same with these tensors."""
+    tree = Tree(found["parents_BN"], found["candidate_BN"], found["depth_BN"], found["mask_BNN"], draft.tree.max_depth)
+    return replace(draft, tree=tree, tokens_BN=found["tokens_BN"], score_BN=found.get("score_BN"), value_BN=found.get("value_BN"))

@@ -3,7 +3,7 @@
 #
 #     SHAPES=small CONTEXTS=64,128 NEW=16 DEVICE=cpu KERNELS=auto sh runs/gpu.sh
 #
-# On a GPU (bfloat16; graphs are the model's own forward captured as CUDA graphs, plain is without them):
+# On a GPU (bfloat16; kernels on: whole cycles as CUDA graphs; off: without them):
 #
 #     sh runs/gpu.sh
 #
@@ -16,6 +16,7 @@ SHAPES=${SHAPES:-llama-7b llama-8b mixtral-8x7b}
 CONTEXTS=${CONTEXTS:-1024,4096,8192,16384}
 KERNELS=${KERNELS:-off on}
 NEW=${NEW:-128}
+ROWS=${ROWS:-1,2,4,8,16}
 DENSE=0.79,0.74,0.72,0.73,0.67
 EXPERTS=0.67,0.62,0.61,0.64,0.63
 # EAGLE-3 with 8 levels and 60 nodes, a smaller tree, a chain of 5; all with random heads of the target's own layer shape.
@@ -32,8 +33,12 @@ for kernels in $KERNELS; do
             "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels "$kernels" --prompts "$OUT/$shape/prompts-$context.jsonl" \
                 --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" --output "$OUT/$shape-$context-$kernels"
         done
+        echo "==> $shape, many rows, kernels $kernels"
+        "$PYTHON" runs/gpu_batch.py --target "$OUT/$shape" --device "$DEVICE" --kernels "$kernels" --context "${CONTEXTS%%,*}" --rows "$ROWS" \
+            --rates "$rates" --new "$NEW" --output "$OUT/$shape-$kernels-batch.json"
     done
     echo "==> the embedded model, its own heads, kernels $kernels"
     "$PYTHON" -m eyas bench --device "$DEVICE" --kernels "$kernels" --limit "${LIMIT:-24}" --max-new-tokens "$NEW" --output "$OUT/embedded-$kernels" \
         --methods "eagle3:tree.nodes=26:tree.depth=5:tree.branch=4,eagle2:tree.nodes=26:tree.depth=5:tree.branch=4,eagle3:tree=auto"
 done
+"$PYTHON" runs/gpu_tables.py "$OUT" | tee "$OUT/tables.md"

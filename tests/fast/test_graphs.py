@@ -19,26 +19,14 @@ from eyas.bench.simulate import simulated
 from eyas.decode import Decoder, Policy, Request
 from eyas.drafters import Decision, Drafter, Roots, Shape
 from eyas.drafters._base import options_from
-from eyas.fast.graphs import BUCKET, GraphRunner, tensors_of
+from eyas.fast.graphs import BUCKET, GraphRunner
 from eyas.sampling import Sampling
 from eyas.target import Target
 from reference import plain_decode, run
+from replaying import again
 from test_lossless import OPTIONS
 
 T = TypeVar("T")
-
-
-def again(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
-    """Like a graph: what it leaves lies where it lay the first time, and everything comes from the inputs that it was captured with."""
-    found = work()
-    undo()
-
-    def replay() -> None:
-        for mine, new in zip(tensors_of(found), tensors_of(work()), strict=True):
-            if mine.data_ptr() != new.data_ptr():
-                mine.copy_(new)
-
-    return found, replay
 
 
 @pytest.fixture(autouse=True)

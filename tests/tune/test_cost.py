@@ -14,9 +14,11 @@ from eyas import drafters
 from eyas.drafters import Drafter, Shape
 from eyas.drafters._base import options_from
 from eyas.drafters._merge import Merged
+from eyas.fast.graphs import GraphRunner
 from eyas.target import Target
 from eyas.tune import auto, cost, mode_of
 from eyas.tune.cost import Costs, key_of, place_of, remembered
+from replaying import again
 from test_lossless import make
 
 
@@ -69,6 +71,15 @@ def test_which_methods_have_a_spare(target: Target) -> None:
     merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
     assert [auto(drafter).spare is None for drafter in merged] == [False, True]
     assert auto(make("eagle2", target), spare=False).spare is None
+
+
+def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
+    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(cost, "draft_cost", lambda *given: pytest.fail("timed alone"))
+    found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, again))))
+    assert found.nodes == cost.NODES
+    assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 
 
 @pytest.mark.parametrize("name", GROWING)

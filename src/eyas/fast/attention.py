@@ -1,13 +1,9 @@
 """Grouped-query attention over a tree without copies of keys and values.
 
 transformers' sdpa repeats keys and values for every query head as soon as more than one token is verified: at 4,000 tokens of context and
-four heads a group that is four times the cache, read and written, in every layer of every pass. Here the heads of a group stand one below
-the other as further queries of their key-value head, so keys and values are read where they lie:
-
-    queries [B, K x G, N, h]  ->  [B, K, G x N, h]        mask [B, 1, N, W]  ->  [B, 1, G x N, W]
-
-The sums are those of sdpa, in an order of its choice. Registered with transformers under NAME, for models whose attention is sdpa;
-`packed` puts it in their place for a while.
+four heads a group that is four times the cache, read and written, in every layer of every pass. Here keys and values are read where they
+lie (`nn.grouped_attention`). Registered with transformers under NAME, for models whose attention is sdpa; `packed` puts it in their place
+for a while.
 
 Letters: B rows, K key-value heads, G query heads that share one, N new nodes, W slots, h width of a head.
 """
@@ -23,6 +19,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from eyas.nn import grouped_attention
+
 __all__ = ["NAME", "attend", "packed"]
 
 NAME = "eyas_packed"
@@ -37,14 +35,11 @@ def attend(
 
     Whatever is not a masked forward with heads in groups is left to sdpa.
     """
-    (B, H, N, _), K = query.shape, key.shape[1]
     odd = dropout or any(more.get(name) is not None for name in UNKNOWN)
-    if attention_mask is None or attention_mask.shape[1] != 1 or H == K or odd:
+    if attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == key.shape[1] or odd:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
-    G, W = H // K, key.shape[2]
-    mask_BXW = attention_mask[..., :W].expand(-1, G, -1, -1).reshape(attention_mask.shape[0], 1, G * N, W)
-    found = nn.functional.scaled_dot_product_attention(query.reshape(B, K, G * N, -1), key, value, attn_mask=mask_BXW, scale=scaling)
-    return found.reshape(B, H, N, -1).transpose(1, 2).contiguous(), None
+    found = grouped_attention(query, key, value, attention_mask[..., : key.shape[2]], scaling)
+    return found.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attend)

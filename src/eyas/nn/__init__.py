@@ -3,11 +3,23 @@
 This room knows no method and no target.
 """
 
-from eyas.nn._layers import Attention, DecoderLayer, DraftCache, FusedLayer, Keys, LayerShape, RMSNorm, SwiGLU, rope, rope_frequencies
+from eyas.nn._layers import (
+    Attention,
+    DecoderLayer,
+    DraftCache,
+    FusedLayer,
+    Keys,
+    LayerShape,
+    RMSNorm,
+    SwiGLU,
+    grouped_attention,
+    rope,
+    rope_frequencies,
+)  # fmt: skip
 from eyas.nn._packed import Asking, Documents, packed_attention
 from eyas.nn._quick import QuickLinear, quick
 
 __all__ = [
     "Asking", "Attention", "DecoderLayer", "Documents", "DraftCache", "FusedLayer", "Keys", "LayerShape", "QuickLinear", "RMSNorm",
-    "SwiGLU", "packed_attention", "quick", "rope", "rope_frequencies",
+    "SwiGLU", "grouped_attention", "packed_attention", "quick", "rope", "rope_frequencies",
 ]  # fmt: skip

@@ -22,7 +22,10 @@ from eyas.errors import CheckpointError
 from eyas.kernels import Pass
 from eyas.nn._packed import Asking, packed_attention
 
-__all__ = ["Attention", "DecoderLayer", "DraftCache", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "rope", "rope_frequencies"]
+__all__ = [
+    "Attention", "DecoderLayer", "DraftCache", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "grouped_attention", "rope",
+    "rope_frequencies",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,24 @@ def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_RNHh.dtype)
 
 
+def grouped_attention(
+    q_RHNh: Tensor, k_RKWh: Tensor, v_RKWh: Tensor, mask_R1NW: Tensor, scale: float | None = None
+) -> Tensor:  # fmt: skip
+    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without copies of these: the heads of a group stand
+    one below the other as further queries.
+
+        queries [R, K x G, N, h]  ->  [R, K, G x N, h]        mask [R, 1, N, W]  ->  [R, 1, G x N, W]
+
+    mask: bool, or added to the scores. The sums are those of sdpa, in an order of its choice.
+    """
+    (R, H, N, _), (K, W) = q_RHNh.shape, k_RKWh.shape[1:3]
+    if H == K:
+        return F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=mask_R1NW, scale=scale)
+    mask_R1XW = mask_R1NW.expand(-1, H // K, -1, -1).reshape(mask_R1NW.shape[0], 1, H // K * N, W)
+    out_RKXh = F.scaled_dot_product_attention(q_RHNh.reshape(R, K, H // K * N, -1), k_RKWh, v_RKWh, attn_mask=mask_R1XW, scale=scale)
+    return out_RKXh.reshape(R, H, N, -1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions. `in_size` differs from the hidden size where inputs are concatenated (EAGLE-3)."""
 
@@ -142,8 +163,7 @@ class Attention(nn.Module):
         """Attention of N inputs to the slots of the cache, their own among them, that its mask allows."""
         q_RHNh = self.query(x_RND, position_RN).transpose(1, 2)
         k_RKWh, v_RKWh = self.remember(x_RND, position_RN, cache)
-        grouped = self.shape.num_heads != self.shape.num_kv_heads
-        out_RHNh = F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=cache.mask_R1NW, enable_gqa=grouped)
+        out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def over(self, x_MD: Tensor, position_M: Tensor, asking: Asking, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:

@@ -192,24 +192,36 @@ class _Fixed(Policy):
         pass
 
 
-def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
-    """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
-    device = drafter.target.device
+def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], list[Step]]:
+    """Plain cycles and drafted ones of this shape, by turns, the first of each left out: it warms up, or records."""
     decoder = Decoder(drafter.target, drafter, policy=_Fixed(shape))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
-    decoder.add(Request(tuple(_text(drafter.target, max(1, min(costs.context, drafter.target.context - new)))), new))
-    rests: dict[bool, list[float]] = {True: [], False: []}
+    decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
+    plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
-    while not decoder.finished and (len(rests[False]) < 3 or time.perf_counter() - began < BUDGET):
+    while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < BUDGET):
         for step in decoder.step():
-            plain = bool(step.decision.plain)
-            known = costs.plain() if plain else costs.cycle(shape)
-            if device.type == "cpu":  # elsewhere the stages only say when work was handed over
-                known = step.parts.get("draft", 0.0) + step.parts.get("target", 0.0)
             if not step.prefill:
-                rests[plain].append(max(0.0, step.seconds - known))
-    plain_rest, rest = (median(found[1:] or found) for found in (rests[True], rests[False]))
-    return plain_rest, rest
+                (plain if step.decision.plain else drafted).append(step)
+    return plain[1:] or plain, drafted[1:] or drafted
+
+
+def _recorded_draft_cost(drafter: Drafter, shape: Shape, nodes: Sequence[int], verify: Sequence[float]) -> float:
+    """Seconds of a draft that is recorded with the rest of its cycle: what the cycle takes beyond a pass."""
+    _, drafted = _cycles(drafter, shape, CONTEXT)
+    return max(0.0, median(s.seconds - _line(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None))
+
+
+def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
+    """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
+    on_cpu = drafter.target.device.type == "cpu"  # elsewhere the stages only say when work was handed over
+
+    def rest(step: Step, known: float) -> float:
+        known = step.parts.get("draft", 0.0) + step.parts.get("target", 0.0) if on_cpu else known
+        return max(0.0, step.seconds - known)
+
+    plain, drafted = _cycles(drafter, shape, costs.context)
+    return median(rest(s, costs.plain()) for s in plain), median(rest(s, costs.cycle(shape)) for s in drafted)
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -224,13 +236,13 @@ def measure(drafter: Drafter) -> Costs:
     curve = verify_cost(target, wants=drafter.wants)
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    found = draft_cost(drafter, [Shape(nodes, depth, b) for b in branches for depth in sorted({1, levels})])
+    shapes = [Shape(nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    passes = tuple(int(row["nodes"]) for row in curve), _rising([row["ms"] / 1e3 for row in curve])
+    recorded = target.run.name == "graphs"
+    found = {s: _recorded_draft_cost(drafter, s, *passes) for s in shapes} if recorded else draft_cost(drafter, shapes)
     first, last = (_rising([found[Shape(nodes, depth, b)] for b in branches]) for depth in (1, levels))
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
-    costs = Costs(
-        CONTEXT, tuple(int(row["nodes"]) for row in curve), _rising([row["ms"] / 1e3 for row in curve]), tuple(branches), first,
-        tuple(deeper), 0.0, 0.0,
-    )  # fmt: skip
+    costs = Costs(CONTEXT, *passes, tuple(branches), first, tuple(deeper), 0.0, 0.0)
     plain_rest, rest = _rests(drafter, costs, Shape(nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
 

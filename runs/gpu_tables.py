@@ -1,6 +1,6 @@
 """The tables of docs/results.md from what runs/gpu.sh left.
 
-    python runs/gpu_tables.py out/gpu
+python runs/gpu_tables.py out/gpu
 """
 
 from __future__ import annotations

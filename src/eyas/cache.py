@@ -16,7 +16,7 @@ E layers x {key, value}.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class KVCache(Cache):
                 heads, *widths = shape
                 self._place[layer] = tuple(((heads, width), self._next((heads, width))) for width in widths)
         self._stores: dict[tuple[int, int], Tensor] = {}
-        self._row_R1 = torch.zeros(1, 1, dtype=torch.long)
-        self._slot_RN = self._row_R1
+        self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
+        self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward, once they are asked for
         self._span, self._width = slice(0, 0), 0
 
     def _next(self, shape: tuple[int, int]) -> int:
@@ -74,18 +74,23 @@ class KVCache(Cache):
             self._stores[heads, width] = store
         self.slots = size
 
-    def at(self, span: slice, slot_RN: Tensor, width: int) -> None:
-        """The next forward concerns the rows of `span`, writes node n of row r to slot_RN[r, n], and attends to slots below `width`."""
+    def at(self, span: slice, slot_RN: Callable[[], Tensor], width: int) -> None:
+        """The next forward concerns the rows of `span`, writes node n of row r to slot_RN[r, n], and attends to slots below `width`.
+
+        slot_RN: worked out when something is stored by operations of torch: kernels find slots for themselves.
+        """
         self.reserve(width)
-        self._span, self._slot_RN, self._width = span, slot_RN, width
-        self._row_R1 = torch.arange(slot_RN.shape[0], device=self.device)[:, None]
+        self._span, self._slots_of, self._where, self._width = span, slot_RN, None, width
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
-        views = []
+        if self._where is None:
+            slot_RN = self._slots_of()
+            self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
+        (row_R1, slot_RN), views = self._where, []
         for states, (shape, entry) in zip((key_states, value_states), self._place[layer_idx], strict=True):
             view = self._stores[shape][entry, self._span]
-            view[self._row_R1, :, self._slot_RN] = states.transpose(1, 2)
+            view[row_R1, :, slot_RN] = states.transpose(1, 2)
             views.append(view[:, :, : self._width])
         return views[0], views[1]
 
@@ -149,7 +154,7 @@ class WindowCache(KVCache):
         plain = (heads, width, width)
         super().__init__((plain,) if window is None else (plain, (heads, width, 0)), rows, dtype, device)  # the second: un-rotated keys
         self.window, self.shape = window, (heads, width)
-        self._length_R, self._visible_RNT = self._slot_RN[:, 0], self._slot_RN[..., None].bool()
+        self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
         """The next nodes attend to the committed slots and to those of the T slots behind them that `visible` names."""

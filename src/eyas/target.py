@@ -311,7 +311,7 @@ class TargetSession:
     def _run(self, span: slice, tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False) -> Seen:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[span]
-        self.cache.at(span, length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
+        self.cache.at(span, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         # Nodes past the context can never be emitted; they only need a position that exists.
         position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
         work = Work(

@@ -12,7 +12,7 @@ Letters: B rows, P nodes on the longest path, Q nodes of a level, T tokens or sl
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -153,8 +153,8 @@ class EagleMethod(Drafter):
 class EagleSession(DraftSession):
     """Rows of the draft's cache. Without a window slot t holds pair t: (feature of token t, token t+1).
 
-    `pending` are the features of committed tokens that the net has not read yet: their next tokens are known up to the last, whose next
-    token is the coming root. `draft` reads them first, then grows the tree.
+    `pending` are committed tokens and their features that the net has not read yet; the last one's next token is the coming root. `draft`
+    reads them first, then grows the tree.
     """
 
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
@@ -169,9 +169,9 @@ class EagleSession(DraftSession):
         self.wanted: list[tuple[int, int]] = [(0, 0)] * rows  # of the prompt, pairs before the first and from the second on are read
         width = target.hidden_size * len(drafter.wants)
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
-        self.pending_next_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
+        self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
         self.pending_B = torch.zeros_like(self.length_B)
-        state = ("length_B", "pairs_B", "pending_BPF", "pending_next_BP", "pending_B")
+        state = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in state}
 
     def fixed(self, roots: Roots) -> Fixed | None:
@@ -211,13 +211,13 @@ class EagleSession(DraftSession):
         """Remember the pending pairs and the chunk's; its last feature waits for the next chunk's first token, or the root."""
         late, first, ids_T, features = int(self.pending_B[row]), position, tokens_T[1:], features_TF[:-1]
         if late:
-            first, ids_T = position - late, torch.cat([self.pending_next_BP[row, : late - 1], tokens_T])
+            first, ids_T = position - late, torch.cat([self.pending_tokens_BP[row, 1:late], tokens_T])
             features = torch.cat([self.pending_BPF[row, :late], features])
         for begin, end in self._segments(row, first, first + len(ids_T)):
             part, T, length_1 = slice(begin - first, end - first), end - begin, self.length_B[row : row + 1]
             slot_1T = length_1[:, None] + torch.arange(T, device=ids_T.device)
             held = self.bound[row] if self.window else begin
-            self.cache.at(slice(row, row + 1), slot_1T, held + T)
+            self.cache.at(slice(row, row + 1), _always(slot_1T), held + T)
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features[None, part])))
             self.net.remember(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T
@@ -252,7 +252,7 @@ class EagleSession(DraftSession):
     def _read(self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, width: int) -> Tensor:
         """One forward: positions, slots and visible slots are given relative to the rows' lengths."""
         begin_B1 = self.length_B[:, None]
-        self.cache.at(slice(0, self.rows), begin_B1 + slot_BN, width)
+        self.cache.at(slice(0, self.rows), lambda: begin_B1 + slot_BN, width)
         self.cache.see(self.length_B, visible_BNT)
         return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, self.cache)
 
@@ -273,7 +273,7 @@ class EagleSession(DraftSession):
     def _next(self, roots: Roots) -> tuple[Tensor, Tensor]:
         """The tokens after the pending features [B, P], the roots after the last of them; and which one that is [B, 1]."""
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        return self.pending_next_BP.scatter(1, last_B1, roots.tokens_B[:, None]), last_B1
+        return self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, roots.tokens_B[:, None]), last_B1
 
     def _have_read(self, count_B: Tensor) -> None:
         self.length_B, self.pairs_B = self.length_B + count_B, self.pairs_B + count_B
@@ -285,7 +285,7 @@ class EagleSession(DraftSession):
         if grower is None or not grower.suits(roots):
             return None
         count_B = self.pending_B * roots.active_B
-        pending = Pending(self.net.fuse(self._cast(self.pending_BPF)).contiguous(), self._next(roots)[0], count_B)
+        pending = Pending(self.net.fuse(self._cast(self.pending_BPF)).contiguous(), self.pending_tokens_BP, count_B)
         draft = grower(pending, roots, shape, self.cache, self.length_B, roots.longest + P + shape.depth * shape.branch)
         self._have_read(count_B)
         return draft
@@ -313,8 +313,12 @@ class EagleSession(DraftSession):
     def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
         path_BP = verdict.path_BP.clamp(min=0)
         self.pending_BPF = seen.features_BNF.gather(1, path_BP[..., None].expand(-1, -1, seen.features_BNF.shape[-1]))
-        self.pending_next_BP = verdict.tokens_BP.roll(-1, dims=1)
+        self.pending_tokens_BP = verdict.tokens_BP
         self.pending_B = verdict.length_B.clone()
+
+
+def _always(x: Tensor) -> Callable[[], Tensor]:
+    return lambda: x
 
 
 # --- what heads share when they are loaded or begun ------------------------------------------------------------------------------------

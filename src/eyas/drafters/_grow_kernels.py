@@ -5,6 +5,7 @@ For rows that are greedy or sample by a temperature alone, and drafts that see e
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,16 @@ def _plain(sampling: Sampling) -> bool:
     return (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1.0, 0.0, 1.0)
 
 
+@lru_cache(maxsize=64)
+def _temperatures(sampling: tuple[Sampling, ...]) -> Tensor:
+    return torch.tensor([0.0 if s.greedy else s.temperature for s in sampling], dtype=torch.float32)
+
+
+@cache
+def _one_node(rows: int) -> Tensor:
+    return torch.ones(rows, 1, 1, dtype=torch.bool)
+
+
 class Grower:
     """Grows trees for one net."""
 
@@ -69,7 +80,7 @@ class Grower:
         return roots.history_BV is None and all(_plain(sampling) for sampling in roots.sampling)
 
     def __call__(
-        self, pending: kernels.Pending, roots: Roots, shape: DynamicTree, cache: WindowCache, length_B: Tensor, width: int
+        self, pending: kernels.Pending, roots: Roots, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
     ) -> Draft:  # fmt: skip
         """The tree below the roots, once the net has read what is pending behind `length` slots.
 
@@ -83,12 +94,12 @@ class Grower:
             noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
             shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, shape.sharpness,
-            torch.tensor([0.0 if s.greedy else s.temperature for s in roots.sampling], dtype=torch.float32), noise_BLv,
+            _temperatures(roots.sampling), noise_BLv,
         )  # fmt: skip
-        every = slice(0, B)
-        cache.at(every, length_B[:, None], width)
-        cache.see(length_B, torch.ones(B, 1, 1, dtype=torch.bool))
-        where = cache.place(length_B[:, None], *self.layer.tables(width))
+        position_B1 = length_B[:, None]
+        keys.at(slice(0, B), lambda: position_B1, width)
+        keys.see(length_B, _one_node(B))
+        where = keys.place(position_B1, *self.layer.tables(width))
         assert where is not None, "there is no window"
         grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
         tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)

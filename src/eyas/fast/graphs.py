@@ -222,6 +222,6 @@ class GraphRunner:
     def _run(self, work: Work) -> Seen:
         """The cache is told where the new nodes go, then the model runs."""
         T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
-        work.cache.at(work.span, work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
+        work.cache.at(work.span, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
         with packed(self.target.family.layers):
             return self.own(work)

@@ -75,10 +75,10 @@ class Grown:
 
 @dataclass(frozen=True)
 class Pending:
-    """What a net has not read yet: pairs of hidden and the token after it; each row's first `count` of them."""
+    """What a net has not read yet: tokens, and hidden of what the target saw at them; each row's first `count`, before the root."""
 
     hidden_BPD: Tensor
-    next_BP: Tensor  # int64
+    tokens_BP: Tensor  # int64
     count_B: Tensor  # int64; 0 in empty rows
 
 
@@ -86,7 +86,7 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
     """EAGLE-2's tree from a draft's only layer, which first reads what is pending. `where`: of the rows before that; its positions and
     visible nodes are not read.
     """
-    (B, P), K = pending.next_BP.shape, min(plan.branch, net.head.outputs)
+    (B, P), K = pending.tokens_BP.shape, min(plan.branch, net.head.outputs)
     drafted = K + (plan.depth - 1) * K * K
     N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
     tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
@@ -113,7 +113,7 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
         )
         library().eyas_grow(
             byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
-            *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.next_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
+            *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.tokens_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
             c_void_p(roots_B.data_ptr()), byref(out),
         )  # fmt: skip
         del kept

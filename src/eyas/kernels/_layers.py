@@ -84,6 +84,7 @@ class Layers:
         self._shape = shape.record
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
         self._room: dict[str, Tensor] = {}
+        self._known: dict[tuple[int, int, int], tuple[int, ...]] = {}  # tokens, threads, slots -> addresses
         self.lock = threading.Lock()  # of the room: a call lets other Python threads run
 
     @property
@@ -114,25 +115,25 @@ class Layers:
     def _prepare(self, where: Pass) -> tuple[_records.Pass, _records.Slots, tuple[Tensor, ...]]:
         """The records, and what must live as long as they do."""
         (R, Q), T, store = where.position_RQ.shape, where.visible_RQT.shape[-1], where.store
-        size, threads, M = self.shape, count(self.threads), R * Q
+        threads = count(self.threads)
         most = -(-store.shape[3] // LANES) * LANES + 2 * LANES
-        heads = size.heads + 2 * size.kv_heads
-        room = tuple(
-            self._space(name, count)
-            for name, count in (
-                ("normed", max(M, threads * min(M, FEW)) * size.hidden), ("qkv", M * heads * size.head_dim),
-                ("context", M * size.heads * size.head_dim),
-                ("inner", M * size.inner), ("scores", threads * PAIRS * most),
-            )
-        )  # fmt: skip
         given = (where.length_R, where.position_RQ, where.visible_RQT, where.near_RQT, where.cosine, where.sine)
-        record = _records.Pass(R, Q, T, *map(_records.at, given), most, *map(_records.at, room), threads)
+        record = _records.Pass(R, Q, T, *(x.data_ptr() for x in given), most, *self._rooms(R * Q, threads, most), threads)
         entry, row, head, slot, _ = store.stride()
         begin = store.data_ptr() + 4 * where.row * row
         return record, _records.Slots(begin, begin + 4 * entry, 2 * entry, row, head, slot), given
 
-    def _space(self, name: str, count: int) -> Tensor:
-        found = self._room.get(name)
-        if found is None or found.numel() < count:
-            found = self._room[name] = torch.empty(count)
-        return found
+    def _rooms(self, M: int, threads: int, most: int) -> tuple[int, ...]:
+        """Where a pass over M tokens works."""
+        if (M, threads, most) not in self._known:
+            size = self.shape
+            counts = {
+                "normed": max(M, threads * min(M, FEW)) * size.hidden, "qkv": M * (size.heads + 2 * size.kv_heads) * size.head_dim,
+                "context": M * size.heads * size.head_dim, "inner": M * size.inner, "scores": threads * PAIRS * most,
+            }  # fmt: skip
+            for name, wanted in counts.items():
+                if name not in self._room or self._room[name].numel() < wanted:
+                    self._room[name] = torch.empty(wanted)
+                    self._known.clear()
+            self._known[M, threads, most] = tuple(self._room[name].data_ptr() for name in counts)
+        return self._known[M, threads, most]

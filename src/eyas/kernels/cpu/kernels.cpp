@@ -126,16 +126,16 @@ void eyas_commit(float* store, int64_t E, int64_t B, int64_t K, int64_t slots, i
     }
 }
 
-// What was accepted since the last tree is read first: `pending` [B, P, D] with the tokens after them [B, P], of which each row has `counts`
-// [B] >= 1. `given`: lengths before that, and tables of cosines; its queries, nodes, positions and visible nodes are set here, pass by pass,
+// What was accepted since the last tree is read first: `pending` [B, P, D] of `accepted` tokens [B, P], of which each row has `counts` [B] >= 1,
+// each with the token after it, which is the root after the last. `given`: lengths before that, and tables of cosines; its queries, nodes, positions and visible nodes are set here, pass by pass,
 // within the room that it comes with (for B x max(P, branch) nodes).
 void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* given, const Slots* slots, const Plan* plan,
-               const float* pending, const int64_t* pending_tokens, int64_t P, const int64_t* counts, const int64_t* roots, const Grown* out) {
+               const float* pending, const int64_t* accepted, int64_t P, const int64_t* counts, const int64_t* roots, const Grown* out) {
     const int64_t B = given->rows, D = s->hidden, K = plan->branch < net->vocabulary ? plan->branch : net->vocabulary, M = B * K;
     const int64_t padded = (net->vocabulary + PANEL - 1) / PANEL * PANEL, most = plan->depth * K, width = (net->paired ? 2 : 1) * D;
     std::vector<std::vector<Node>> drafted(B);
     std::vector<std::vector<int64_t>> beams(B);
-    std::vector<int64_t> pick(M), tokens(M), position(M);
+    std::vector<int64_t> pick(M), tokens(M), position(M), after(B * P);
     std::vector<uint8_t> visible(M * most), before;
     const int64_t room = std::max(M, B * P);
     std::vector<float> state(room * D), next(room * D), normed(room * D), pair(room * 2 * D), input(room * width), logits(M * padded);
@@ -148,12 +148,13 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* g
     position.resize(room), visible.resize(std::max(M * most, B * P * P));
     for (int64_t m = 0; m < B * P; m++) {
         position[m] = length[m / P] + m % P;
+        after[m] = m % P + 1 < counts[m / P] ? accepted[m + 1] : roots[m / P];
         for (int64_t t = 0; t < P; t++) visible[m * P + t] = t <= m % P;
     }
     p.queries = p.nodes = P, p.position = position.data(), p.visible = p.near = visible.data();
 #pragma omp parallel num_threads(p.threads)
     {
-        join(*net, *s, pending_tokens, pending, B * P, pair.data(), input.data(), next.data());
+        join(*net, *s, after.data(), pending, B * P, pair.data(), input.data(), next.data());
         decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread_number());
         if (net->carries_normed) rms_norms(next.data(), D, net->norm, B * P, D, s->eps, next.data(), D);
     }

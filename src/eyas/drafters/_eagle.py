@@ -285,7 +285,9 @@ class EagleSession(DraftSession):
         if grower is None or not grower.suits(roots):
             return None
         count_B = self.pending_B * roots.active_B
-        pending = Pending(self.net.fuse(self._cast(self.pending_BPF)).contiguous(), self.pending_tokens_BP, count_B)
+        features = self._cast(self.pending_BPF)
+        features = features if grower.net.fuse is not None else self.net.fuse(features)
+        pending = Pending(features.contiguous(), self.pending_tokens_BP, count_B)
         draft = grower(pending, roots, shape, self.cache, self.length_B, roots.longest + P + shape.depth * shape.branch)
         self._have_read(count_B)
         return draft

@@ -47,11 +47,17 @@ def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> ke
         return kernels.Net(run.output, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
         return kernels.Net(
-            run.output if net.head is None else net.head.matrix, table, embed_norm_D=net.layer.embed_norm.weight.detach(),
+            run.output if net.head is None else net.head.matrix, table, fuse=_fused(net), embed_norm_D=net.layer.embed_norm.weight.detach(),
             hidden_norm_D=net.layer.hidden_norm.weight.detach(), norm_D=net.norm.weight.detach(), ids_v=ids_v,
             residual_normed=net.plan.norm_before_residual, carries_normed=net.plan.carries_normed,
         )  # fmt: skip
     return None
+
+
+def _fused(net: Any) -> kernels.Matrix | None:
+    """The matrix that fuses features, where that is all there is to it."""
+    alone = isinstance(net.fc, QuickLinear) and net.fc_norm is None and net.input_norm is None
+    return net.fc.matrix if alone and not net.fc.matrix.inputs % 16 else None
 
 
 def _plain(sampling: Sampling) -> bool:

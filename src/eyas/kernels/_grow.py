@@ -21,12 +21,14 @@ __all__ = ["Grown", "Net", "Pending", "Plan", "grow"]
 class Net:
     """What stands around the layer of an EAGLE's net. Norms in float32.
 
-    fc: of [embedding, hidden] (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3).
+    fuse: of the target's features (EAGLE-3); None: they are the hidden that is read. fc: of [embedding, hidden] (EAGLE-1); None: the layer
+    reads [norm of embedding, norm of hidden] (EAGLE-3).
     residual_normed: the residual stream begins at the normed hidden. carries_normed: the normed output is handed on.
     """
 
     head: Matrix
     embeddings_VD: Tensor
+    fuse: Matrix | None = None
     fc: Matrix | None = None
     embed_norm_D: Tensor | None = None
     hidden_norm_D: Tensor | None = None
@@ -40,7 +42,8 @@ class Net:
         none = _records.Matrix()
         norms = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)
         return _records.Net(
-            self.fc is None, self.residual_normed, self.carries_normed, none if self.fc is None else self.fc.record, self.head.record,
+            self.fc is None, self.residual_normed, self.carries_normed,
+            *(none if m is None else m.record for m in (self.fuse, self.fc, self.head)),
             _records.at(self.embeddings_VD), *map(_records.at, norms), self.head.outputs,
         )  # fmt: skip
 
@@ -75,9 +78,9 @@ class Grown:
 
 @dataclass(frozen=True)
 class Pending:
-    """What a net has not read yet: tokens, and hidden of what the target saw at them; each row's first `count`, before the root."""
+    """What a net has not read yet: tokens, and what the target saw at them; each row's first `count`, before the root."""
 
-    hidden_BPD: Tensor
+    features_BPF: Tensor  # float32; hidden, where the net does not fuse
     tokens_BP: Tensor  # int64
     count_B: Tensor  # int64; 0 in empty rows
 
@@ -113,7 +116,7 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
         )
         library().eyas_grow(
             byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
-            *(c_void_p(x.data_ptr()) for x in (pending.hidden_BPD, pending.tokens_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
+            *(c_void_p(x.data_ptr()) for x in (pending.features_BPF, pending.tokens_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
             c_void_p(roots_B.data_ptr()), byref(out),
         )  # fmt: skip
         del kept

@@ -9,7 +9,7 @@
 struct Net {
     int64_t paired;  // 1: attention reads [norm of embedding, norm of hidden] (EAGLE-3); 0: fc of [embedding, hidden] (EAGLE-1)
     int64_t residual_normed, carries_normed;
-    Matrix fc, head;
+    Matrix fuse, fc, head;  // fuse: of the target's features, whose outputs are the hidden that is read; without data: they are it
     const float *embeddings, *embed_norm, *hidden_norm, *norm;  // norm: before the head, or null
     const int64_t* ids;  // the target's ids of the draft vocabulary; null: the same
     int64_t vocabulary;  // of the head

@@ -126,7 +126,7 @@ void eyas_commit(float* store, int64_t E, int64_t B, int64_t K, int64_t slots, i
     }
 }
 
-// What was accepted since the last tree is read first: `pending` [B, P, D] of `accepted` tokens [B, P], of which each row has `counts` [B] >= 1,
+// What was accepted since the last tree is read first: `pending` [B, P, D, or what is fused] of `accepted` tokens [B, P], of which each row has `counts` [B] >= 1,
 // each with the token after it, which is the root after the last. `given`: lengths before that, and tables of cosines; its queries, nodes, positions and visible nodes are set here, pass by pass,
 // within the room that it comes with (for B x max(P, branch) nodes).
 void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* given, const Slots* slots, const Plan* plan,
@@ -154,7 +154,12 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* g
     p.queries = p.nodes = P, p.position = position.data(), p.visible = p.near = visible.data();
 #pragma omp parallel num_threads(p.threads)
     {
-        join(*net, *s, after.data(), pending, B * P, pair.data(), input.data(), next.data());
+        const float* hidden = pending;
+        if (net->fuse.data) {
+            linear(net->fuse, pending, net->fuse.inputs, B * P, normed.data(), D, STORE);
+            hidden = normed.data();
+        }
+        join(*net, *s, after.data(), hidden, B * P, pair.data(), input.data(), next.data());
         decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread_number());
         if (net->carries_normed) rms_norms(next.data(), D, net->norm, B * P, D, s->eps, next.data(), D);
     }

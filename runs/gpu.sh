@@ -32,6 +32,12 @@ for kernels in $KERNELS; do
             echo "==> $shape, context $context, kernels $kernels"
             "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels "$kernels" --prompts "$OUT/$shape/prompts-$context.jsonl" \
                 --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" --output "$OUT/$shape-$context-$kernels"
+            if [ "$kernels" = on ] && [ "$DEVICE" = cuda ]; then
+                echo "==> the same, drafts in fp8"
+                "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels on --draft-weights fp8 \
+                    --prompts "$OUT/$shape/prompts-$context.jsonl" --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" \
+                    --output "$OUT/$shape-$context-fp8"
+            fi
         done
         echo "==> $shape, many rows, kernels $kernels"
         "$PYTHON" runs/gpu_batch.py --target "$OUT/$shape" --device "$DEVICE" --kernels "$kernels" --context "${CONTEXTS%%,*}" --rows "$ROWS" \

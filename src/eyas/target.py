@@ -109,6 +109,7 @@ class Target:
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self.run: Runner = OwnForward()
+        self.draft_weights = "exact"  # of nets that draft for it; "fp8": rounded
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 

@@ -19,7 +19,10 @@ from eyas.bench.simulate import simulated
 from eyas.decode import Decoder, Policy, Request
 from eyas.drafters import Decision, Drafter, Roots, Shape
 from eyas.drafters._base import options_from
+from eyas.errors import OptionError
+from eyas.fast import prepared
 from eyas.fast.graphs import BUCKET, GraphRunner
+from eyas.nn import Fp8Linear
 from eyas.sampling import Sampling
 from eyas.target import Target
 from reference import plain_decode, run
@@ -202,3 +205,26 @@ def test_sleep_over_graphs(name: str) -> None:
         assert {key[4] is None for key in decoder.replay.recorder._recorded} == {True, False}
         assert {"plain", "suffix"} < {s.decided for s in steps}
     assert max(s.accepted for s in steps if s.decided not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
+def test_drafts_in_fp8(name: str) -> None:
+    """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing that a graph cannot hold."""
+    model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
+    target, drafts, rounded = Target(model), [], 0
+    for draft_weights in ("exact", "fp8"):
+        target.draft_weights = draft_weights
+        drafter = drafter_of(name, target.run_with(GraphRunner(target, again)))
+        tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
+        assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+        drafts.append([s.draft.score_BN for s in steps if s.draft is not None])
+        rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding.modules())
+    assert rounded
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*drafts, strict=False))
+
+
+def test_fp8_is_refused_on_a_cpu() -> None:
+    with pytest.raises(OptionError, match=r"compute capability 8\.9"):
+        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
+    with pytest.raises(OptionError, match="fp8"):
+        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")

@@ -52,7 +52,7 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     with quiet(given["verbose"]):
         from eyas.llm import load as load_llm
 
-        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights")
+        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights", "draft_weights")
         asked = {**options, "tree": given["tree"]} if given.get("tree") else options
         return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
 

@@ -21,6 +21,7 @@ import rich_click as click
 from rich.markup import escape
 
 __all__ = [
+    "DRAFT_WEIGHTS",
     "LAW",
     "LAW_BASE",
     "MODEL",
@@ -102,8 +103,17 @@ MODEL_BASE = stack(
     VERBOSE,
 )
 
+DRAFT_WEIGHTS = option(
+    "Machine",
+    "--draft-weights",
+    type=click.Choice(["exact", "fp8"]),
+    default="exact",
+    help="Of the head; fp8: rounded, on GPUs that multiply it. The text stays the same.",
+)
+
 MODEL = stack(
     MODEL_BASE,
+    DRAFT_WEIGHTS,
     option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
     option(
         "Model", "--method", metavar="NAME", help="How to draft: `eyas methods`. Default: the best for this head; without a head suffix."

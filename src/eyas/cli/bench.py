@@ -18,7 +18,18 @@ from click.core import ParameterSource
 from eyas.cli._contestants import HEADS, contestants
 from eyas.cli._errors import Interrupted, note, problem
 from eyas.cli._load import load, quiet
-from eyas.cli._options import LAW_BASE, MODEL_BASE, SAMPLING_LAW, TRAINING, MethodCommand, examples, method_options, option, stack
+from eyas.cli._options import (
+    DRAFT_WEIGHTS,
+    LAW_BASE,
+    MODEL_BASE,
+    SAMPLING_LAW,
+    TRAINING,
+    MethodCommand,
+    examples,
+    method_options,
+    option,
+    stack,
+)  # fmt: skip
 from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
@@ -73,6 +84,7 @@ EXAMPLES = examples(
         help="Accept draft tokens at these rates by depth, by lot: for targets with random weights. All else is measured.",
     ),
     MODEL_BASE,
+    DRAFT_WEIGHTS,
 )  # fmt: skip
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> int:

@@ -11,7 +11,7 @@ import rich_click as click
 
 from eyas.cli._errors import note
 from eyas.cli._load import load
-from eyas.cli._options import MODEL_BASE, MethodCommand, examples, method_options, option, stack
+from eyas.cli._options import DRAFT_WEIGHTS, MODEL_BASE, MethodCommand, examples, method_options, option, stack
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ EXAMPLES = examples(
     option("Machine", "--force", is_flag=True, help="Measure, also what was measured before."),
     option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout."),
     MODEL_BASE,
+    DRAFT_WEIGHTS,
 )
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.errors import OptionError, near
-from eyas.nn import Documents, quick
+from eyas.nn import Documents, fp8, quick
 from eyas.sampling import Noise, Sampling
 from eyas.tree import Draft, Seen, Verdict
 
@@ -185,8 +185,10 @@ class Drafter(ABC):
 
     @cached_property
     def decoding(self) -> Any:
-        """The net as decoding runs it: by kernels where the target is run by them."""
-        return self.net if self.net is None or not self.target.by_kernels else quick(self.net, threads=self.target.run.team)
+        """The net as decoding runs it: by kernels where the target is run by them, in fp8 where that was asked for."""
+        if self.net is None or not (self.target.by_kernels or self.target.draft_weights == "fp8"):
+            return self.net
+        return quick(self.net, threads=self.target.run.team) if self.target.by_kernels else fp8(self.net)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

@@ -7,10 +7,14 @@ model's own forward as CUDA graphs. `attention`: grouped-query attention over tr
 from __future__ import annotations
 
 import warnings
+from copy import copy
+
+import torch
 
 from eyas.errors import OptionError, near
 from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
+from eyas.nn import FP8_CAPABILITY
 from eyas.target import Target
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
@@ -19,7 +23,10 @@ KERNELS = ("auto", "on", "off")
 WEIGHTS = ("exact", "int8")
 
 
-def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: str = "exact") -> Target:
+DRAFT_WEIGHTS = ("exact", "fp8")
+
+
+def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: str = "exact", draft_weights: str = "exact") -> Target:
     """The target with its fastest runner.
 
     Args:
@@ -27,12 +34,21 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
             forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
         weights: exact: as they are; int8: rounded, with a scale a row, by kernels only: a target of its own.
+        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it. (Kernels round a draft's to int8.)
 
     Raises:
         OptionError: another word; int8 where there are no kernels for it.
     """
     if weights not in WEIGHTS:
         raise OptionError(f"unknown weights {weights!r}; {near(weights, WEIGHTS)}")
+    if draft_weights not in DRAFT_WEIGHTS:
+        raise OptionError(f"unknown draft_weights {draft_weights!r}; {near(draft_weights, DRAFT_WEIGHTS)}")
+    if draft_weights == "fp8":
+        if not _multiplies_fp8(target.device):
+            least = ".".join(map(str, FP8_CAPABILITY))
+            raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
+        target = copy(target)
+        target.draft_weights = draft_weights
     if kernels not in KERNELS:
         raise OptionError(f"unknown kernels {kernels!r}; {near(kernels, KERNELS)}")
     if weights == "int8":
@@ -52,3 +68,7 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=3)
         return target
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

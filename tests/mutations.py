@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "drawn siblings sorted by q",
         "drafters/_grow.py",
-        "        key_BQK, token_BQK = key_BQV.topk(plan.width)\n",
-        """        key_BQK, token_BQK = key_BQV.topk(plan.width)
+        "        key_BQK, token_BQK = key_BQV.topk(level.width)\n",
+        """        key_BQK, token_BQK = key_BQV.topk(level.width)
         order_BQK = scores_BQV.gather(-1, token_BQK).argsort(-1, descending=True)
         key_BQK, token_BQK = key_BQK.gather(-1, order_BQK), token_BQK.gather(-1, order_BQK)
 """,

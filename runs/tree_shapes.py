@@ -1,4 +1,4 @@
-"""tau of dynamic trees of one size against the static tree: the comparison of depths and branches in docs/results.md.
+"""tau of dynamic trees of one size against the static tree: the comparison of depths, branches and sharpness in docs/results.md.
 
     python runs/tree_shapes.py --chats HELDIN.jsonl.gz --target nestling --draft HEAD
 
@@ -19,9 +19,11 @@ from eyas import tiny
 
 STATIC = "static"
 SHAPES = {STATIC: ("eagle1", {"tree.choices": "reference"})} | {
-    f"26/{depth}/{branch}": ("eagle2", {"tree.nodes": 26, "tree.depth": depth, "tree.branch": branch})
-    for depth, branch in ((5, 4), (6, 8), (8, 10))
-}
+    f"26/{depth}/{branch}, sharpness {sharpness}": (
+        "eagle2", {"tree.nodes": 26, "tree.depth": depth, "tree.branch": branch, "tree.sharpness": sharpness}
+    )
+    for sharpness in (1, 2) for depth, branch in ((5, 4), (6, 8), (8, 10))
+}  # fmt: skip
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ contestants are interleaved, the first warms up. Prompts are not in the times.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def main() -> None:
             })  # fmt: skip
             print(found[-1], flush=True)
         del decoders
+        gc.collect()  # a decoder and what replays it hold each other
     about = {"command": command("gpu_batch.py"), "machine": machine(), "context": args.context, "table": found}
     write_text(args.output, json.dumps(about, indent=1) + "\n")
 

@@ -110,8 +110,8 @@ class KVCache(Cache):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where in memory it lies: another place after it has grown."""
-        return tuple(store.data_ptr() for store in self._stores.values())
+        """Where in memory it lies, and how: other numbers after it has grown."""
+        return self.slots, *(store.data_ptr() for store in self._stores.values())
 
     @property
     def width(self) -> int:

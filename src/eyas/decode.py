@@ -25,7 +25,7 @@ from eyas.drafters import Decision, Drafter, DraftSession, Roots
 from eyas.drafters._merge import name_of
 from eyas.drafters._sleep import Sleeper
 from eyas.errors import InputError, ModelError
-from eyas.replay import Clock, Cycle, Replay
+from eyas.replay import BUCKET, Clock, Cycle, Replay
 from eyas.sampling import Noise, Sampling, process
 from eyas.target import Target
 from eyas.tree import Draft, Tree, Verdict
@@ -191,7 +191,7 @@ class Decoder:
         clock = self.clock()
         roots = self._roots()
         cycle = self.replay(roots, clock) if self.replay and self._can_be_replayed(roots) else self._run(self.drafter, roots, clock)
-        self._bonus_B = cycle.verdict.bonus_B
+        self._bonus_B = cycle.verdict.bonus_B.clone()  # of a recording it would be overwritten by the next one
         emitted = self._emit(cycle, clock, roots.decision)
         if self.policy is not None:
             self.policy.learn(emitted)
@@ -233,7 +233,7 @@ class Decoder:
         while self.waiting and None in self.rows:
             ticket, request = self.waiting.popleft()
             clock, b = self.clock(), self._best_row(request.prompt)
-            self.target.reserve(len(request.prompt) + request.max_new_tokens)
+            self.target.reserve(len(request.prompt) + request.max_new_tokens + (BUCKET if self.replay else 0))
             scores_1V = process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))
             root = Draft(Tree.chain(1, 1, scores_1V.device), torch.tensor([[request.prompt[-1]]], device=scores_1V.device))
             position_B = torch.tensor([len(request.prompt) - 1], device=scores_1V.device)
@@ -273,7 +273,9 @@ class Decoder:
         if self._present is None or tokens_B is None:
             tokens_B = torch.tensor([row.tokens[-1] if row else 0 for row in rows], device=device)
         if self._present is None:
-            sampling = tuple(row.request.sampling if row else Sampling() for row in rows)
+            busy_one = next(row.request.sampling for row in rows if row)
+            idle = busy_one if self.replay else Sampling()  # recordings are made for rows' laws: no other one for every set of idle rows
+            sampling = tuple(row.request.sampling if row else idle for row in rows)
             active_B = torch.tensor([row is not None for row in rows], device=device)
             busy = tuple(b for b, row in enumerate(rows) if row is not None)
             self._present = _Present(sampling, Noise.of(sampling, device), active_B, busy)

@@ -224,9 +224,11 @@ class LLM:
         idle, self._idle = self._idle, None
         if idle is None or not idle.serves(self.target, self.drafter, rows, self.policy):
             idle = Decoder(self.target, self.drafter, rows, policy=self.policy)
-        yield idle
-        if idle.replay is not None and idle.finished:
-            self._idle = idle
+        try:
+            yield idle
+        finally:
+            if idle.replay is not None and idle.finished:
+                self._idle = idle
 
     @property
     def method(self) -> str:

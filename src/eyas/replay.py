@@ -100,6 +100,8 @@ class Replay:
         self.target.cache.reserve(room + BUCKET)
         with clock.stage("draft"):
             fixed = self.drafter.fixed(replace(roots, longest=room))
+            if fixed is None:  # who drafts keeps the roots until it is told, when the lengths are others already
+                roots = replace(roots, position_B=roots.position_B.clone())
             draft = None if fixed is not None else self.drafter.draft(roots)
         if draft is not None and draft.q_BNV is not None:  # laws that siblings were drawn from are judged on the host
             return self._told(self.run(None, roots, clock, draft), draft)
@@ -117,7 +119,8 @@ class Replay:
             )  # fmt: skip
             lengths, self.target.lengths = self.target.lengths, [room] * len(roots.sampling)
             try:
-                return self.run(None if fixed is None else fixed.session, here, Clock(), None if draft is None else _with(draft, given))
+                cycle = self.run(None if fixed is None else fixed.session, here, Clock(), None if draft is None else _with(draft, given))
+                return _light(cycle, told=fixed is None)
             finally:
                 self.target.lengths = lengths
 
@@ -139,6 +142,12 @@ class Replay:
         cycle = replace(cycle, draft=draft, verdict=verdict, seen=replace(cycle.seen, features_BNF=cycle.seen.features_BNF.clone()))
         self.drafter.commit(draft, verdict, cycle.seen)
         return cycle
+
+
+def _light(cycle: Cycle, told: bool) -> Cycle:
+    """Without what nobody reads and every recording would keep: scores, and what the target saw unless a drafter is told."""
+    none, seen = cycle.scores_BNV.new_empty(0), cycle.seen
+    return replace(cycle, scores_BNV=none, seen=seen if told else Seen(none, none))
 
 
 def _tensors(draft: Draft) -> dict[str, Tensor]:

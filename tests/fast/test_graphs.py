@@ -21,7 +21,7 @@ from eyas.drafters import Decision, Drafter, Roots, Shape
 from eyas.drafters._base import options_from
 from eyas.errors import OptionError
 from eyas.fast import prepared
-from eyas.fast.graphs import BUCKET, GraphRunner
+from eyas.fast.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.nn import Fp8Linear
 from eyas.sampling import Sampling
 from eyas.target import Target
@@ -236,3 +236,47 @@ def test_fp8_is_refused_on_a_cpu() -> None:
         prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
     with pytest.raises(OptionError, match="fp8"):
         prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
+
+
+@pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])
+def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
+    """Guards sessions whose state is wider than the base's."""
+    model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
+    kind, target = drafters.find("eagle1"), Target(model)
+    options = options_from(kind.Options, {**OPTIONS["eagle1"], "head.inputs": inputs})
+    drafter = kind.random(target.run_with(GraphRunner(target, again)), options, seed=1)
+    tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
+    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+    assert decoder.replay is not None
+    assert decoder.replay.recorder._recorded
+
+
+def test_two_decoders_by_turns() -> None:
+    """Guards what a cycle leaves for the next one: another decoder's replay may overwrite all that a recording left."""
+    model = zoo.FAMILIES["llama"]()
+    target = Target(model)
+    scratch = list[Any]()
+
+    def shared(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+        found, replay = again(work, undo)
+        scratch.append(found)
+
+        def noisy() -> None:
+            replay()
+            for other in scratch:  # a pool of memory that all recordings share
+                if other is not found:
+                    for tensor in tensors_of(other):
+                        tensor.zero_()
+
+        return found, noisy
+
+    drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, shared)))
+    decoders = [Decoder(drafter.target, drafter) for _ in range(2)]
+    requests, found = [Request(prompt(n), 12, Sampling()) for n in (7, 30)], [list[int](), list[int]()]
+    for decoder, request in zip(decoders, requests, strict=True):
+        decoder.add(request)
+    while not all(decoder.finished for decoder in decoders):
+        for decoder, tokens in zip(decoders, found, strict=True):
+            for step in decoder.step():
+                tokens += step.tokens
+    assert found == [list(plain_decode(model, r)) for r in requests]

@@ -177,7 +177,8 @@ class EagleSession(DraftSession):
     def fixed(self, roots: Roots) -> Fixed | None:
         if self.window or (self.drafter.draws and not roots.noise.all_greedy):  # the host trims windows, and judges what was drawn
             return None
-        self.cache.reserve(roots.longest + ROOM)
+        largest = self.drafter.largest
+        self.cache.reserve(roots.longest + max(ROOM, self.drafter.longest_path + (largest.depth * largest.branch if largest else 0)))
         return Fixed(self, self.state, self.cache.places)
 
     def keep(self, row: int, length: int) -> int:

@@ -123,6 +123,7 @@ class UnshiftedSession(EagleSession):
         super().__init__(drafter, rows)
         self.hidden_of = drafter.hidden_of
         self.pending_BPF = self.pending_BPF.repeat(1, 1, 2)
+        self.state["pending_BPF"] = tuple(self.pending_BPF.shape)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         super().prefill(row, tokens_T, self.hidden_of(tokens_T, features_TF), position)

@@ -61,6 +61,9 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
     if kernels == "off" or (kernels == "auto" and not own):
         return target
     if target.device.type == "cuda":  # not yet run on one, so only where it is asked for
+        if kernels == "on" and (rope := _growing_rope(target)):
+            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=3)
+            return target
         return target.run_with(GraphRunner(target)) if kernels == "on" else target
     try:
         return target.run_with(runner(target))
@@ -72,3 +75,10 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
 
 def _multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def _growing_rope(target: Target) -> str:
+    """The rotary positions that ask for a length in every forward; empty: none does."""
+    rope = getattr(target.model.config, "rope_parameters", None) or {}
+    kinds = {found.get("rope_type") for found in (rope, *rope.values()) if isinstance(found, dict)}
+    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")

@@ -19,8 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from eyas.replay import BUCKET, Cycle, State
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
 
-__all__ = ["BUCKET", "Capture", "CycleRecorder", "GraphRunner", "cuda_capture", "tensors_of"]
+__all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
 
 LARGEST = 128  # new nodes
 MOST = 48  # graphs that are kept; those that were not used for longest are forgotten
@@ -47,25 +46,41 @@ class Capture(Protocol):
     def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]: ...
 
 
-@cache
-def _pool() -> Any:
-    """Memory that all graphs share: what a graph leaves is read before another one runs."""
-    return torch.cuda.graph_pool_handle()
+class CudaCapture:
+    """Capture on one device: three runs and the capture, which runs nothing, on a stream of its own; one pool of memory for all graphs, as
+    what a graph leaves is read, or copied, before another one runs."""
 
+    _of: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}  # stream and pool
+    _failed: ClassVar[list[Any]] = []  # graphs whose memory must not be given back: their capture broke off
 
-def cuda_capture(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
-    """Three runs on a stream of their own, then the capture, which runs nothing."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-            undo()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
-        found = work()
-    return found, graph.replay
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+        with torch.cuda.device(self.device):
+            if self.device not in self._of:
+                self._of[self.device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            stream, pool = self._of[self.device]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    work()
+                    undo()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool, stream=stream):
+                    found = work()
+            except RuntimeError:
+                self._failed.append(graph)
+                del self._of[self.device]
+                raise
+
+        def again() -> None:
+            with torch.cuda.device(self.device):
+                graph.replay()
+
+        return found, again
 
 
 def tensors_of(found: object) -> Iterator[Tensor]:
@@ -166,8 +181,8 @@ class GraphRunner:
     threads: int | None = None
     team: Team = None
 
-    def __init__(self, target: Target, capture: Capture = cuda_capture) -> None:
-        self.target, self.capture, self.own = target, capture, OwnForward()
+    def __init__(self, target: Target, capture: Capture | None = None) -> None:
+        self.target, self.capture, self.own = target, capture or CudaCapture(target.device), OwnForward()
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, Seen, Callable[[], None]] | None] = OrderedDict()
         self._alone = False  # a cycle is being recorded, so its pass is not
 

@@ -49,7 +49,7 @@ class DynamicTree:
     expand: str = "value"  # which nodes are expanded: best by value (the whole path's probability), or by confidence (the node's own)
     rerank: bool = True  # verify the best of everything drafted; false: of what was expanded, level by level
     stop: float = 0.0  # no children for nodes whose path is not more probable than this
-    sharpness: float = 2.0  # of a child's chance where what is drawn is certain, see above; 1: the paper's. Fitted: docs/results.md
+    sharpness: float = 2.0  # a child's chance is held to be softmax(sharpness x log q), greedily or with known noise; 1: the paper's
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "branch"):

@@ -289,7 +289,8 @@ def page(folder: Path, heads: Sequence[Path] = ()) -> str:
         parts.append(f"Not run: {', '.join(missing)}.\n")
     intro = (
         "# The papers at our scale\n\nMade by `runs/papers.py` from the benches of `runs/papers.sh`; what it means is said in "
-        "[results](results.md), what a column is in [benchmark](benchmark.md). Intervals: 95 %, bootstrap over prompts, paired.\n"
+        "[results](results.md), what a column is in [benchmark](benchmark.md). Intervals: 95 %, bootstrap over prompts, paired. "
+        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.sharpness 1`).\n"
     )
     return "\n".join([intro, *parts])
 

@@ -191,7 +191,7 @@ class Decoder:
         clock = self.clock()
         roots = self._roots()
         cycle = self.replay(roots, clock) if self.replay and self._can_be_replayed(roots) else self._run(self.drafter, roots, clock)
-        self._bonus_B = cycle.verdict.bonus_B.clone()  # of a recording it would be overwritten by the next one
+        self._bonus_B = cycle.verdict.bonus_B
         emitted = self._emit(cycle, clock, roots.decision)
         if self.policy is not None:
             self.policy.learn(emitted)

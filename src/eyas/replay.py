@@ -133,7 +133,8 @@ class Replay:
             return self._told(self.run(None, roots, clock, draft) if cycle is None else cycle, draft)
         if cycle is None:
             return self.run(self.drafter, roots, clock, None)
-        return replace(cycle, draft=_with(cycle.draft, {name: x.clone() for name, x in _tensors(cycle.draft).items()}))
+        verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())  # the next roots, which another recording may overwrite
+        return replace(cycle, draft=_with(cycle.draft, {name: x.clone() for name, x in _tensors(cycle.draft).items()}), verdict=verdict)
 
     def _told(self, cycle: Cycle, draft: Draft) -> Cycle:
         """The drafter, which is no part of the recording, is told what came of its draft, in tensors that nobody overwrites."""

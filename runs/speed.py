@@ -204,6 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", default="speed,cost")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--weights", default="exact", help="int8: the target's, rounded: a target of its own")
+    parser.add_argument("--activations", default="exact", help="int16, int8: what int8 weights are multiplied by, rounded: likewise")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -218,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.target and not heads:
         heads = {name: tiny.HEADS[find(name).reads] for name in args.methods.split(",")}
     before = machine()
-    base = eyas.load(args.target, method="vanilla", weights=args.weights)
+    base = eyas.load(args.target, method="vanilla", weights=args.weights, activations=args.activations)
     result: dict[str, Any] = {"command": command("speed.py"), "target": base.target.name, "runs_by": base.target.run.name}
     result |= {"threads": base.target.run.threads, "temperature": args.temperature, "machine_before": before}
     if "cost" in args.parts:

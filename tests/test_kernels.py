@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
         assert not kernels.linear(kernels.pack(weight), x)[5].isfinite().any()
 
 
+@needs
+@pytest.mark.skipif(kernels.available() and not kernels.adds_up_bytes(), reason="a CPU without VNNI keeps activations in float32")
+@pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
+def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
+    """Guards what `Form.activations` says: whole multiples of a row's largest, and their products without any further loss, whatever other
+    rows there are."""
+    weight, x = stored(torch.int8), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
+    x[3] = 0
+    matrix = kernels.pack(weight, form=kernels.Form(activations=activations))
+    together = kernels.linear(matrix, x)
+    top = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    whole = (x * (torch.full_like(top, largest) / top)).round().double()  # a number over a tensor would be the product of its inverse
+    torch.testing.assert_close(together, (whole * (top / largest) @ weight.double().T).float(), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+
+
 @pytest.fixture
 def lesser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Kernels as a lesser machine of this kind builds them."""
@@ -118,7 +135,7 @@ def test_lesser_machines() -> None:
 def test_rounded_storage_is_near() -> None:
     """Guards the scale of rows that int8 does not hold exactly."""
     weight, x = stored(torch.float32), torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
-    matrix = kernels.pack(weight, storage="int8")
+    matrix = kernels.pack(weight, form=kernels.Form("int8"))
     assert form(matrix) == torch.int8
     error = (kernels.linear(matrix, x) - x @ weight.T).abs().max()
     assert 0 < error < 0.2
@@ -135,7 +152,7 @@ def test_norms() -> None:
 def test_a_quick_net_leaves_the_net_alone() -> None:
     """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
     net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
-    other, x = quick(net, "exact"), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    other, x = quick(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
     torch.testing.assert_close(other(x), net(x), rtol=1e-4, atol=1e-5)
     assert net(x).requires_grad

@@ -104,6 +104,7 @@ def load(
     trust_remote_code: bool = False,
     kernels: str = "auto",
     weights: str = "exact",
+    activations: str = "exact",
     draft_weights: str = "exact",
     **options: Any,
 ) -> LLM:
@@ -118,6 +119,8 @@ def load(
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
         weights: "exact" = the target's as they are; "int8" = rounded, by the kernels: faster, and a target of its own.
+        activations: what weights in int8 are multiplied by: "exact" = as exact as float32; "int16", "int8" = rounded, by the kernels:
+            larger trees pay, prompts are read faster, and a target of its own.
         draft_weights: "fp8" = the head's rounded, on GPUs that multiply it: changes what is guessed, never what is said.
         options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
             tree="auto": drafts are as large as pays on this machine, or none (`eyas.tune`): the default, unless a tree is described.
@@ -145,7 +148,8 @@ def load(
         _check_folder(target)
         words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
         model = Target.load(target, dtype, device, trust_remote_code)
-    model = fast.prepared(model, kernels, own=not isinstance(target, PreTrainedModel), weights=weights, draft_weights=draft_weights)
+    own = not isinstance(target, PreTrainedModel)
+    model = fast.prepared(model, kernels, own=own, weights=weights, activations=activations, draft_weights=draft_weights)
     drafter = _drafter(model, draft, method, options, draft_with)
     policy = auto(drafter) if mode == "auto" else None
     return LLM(model, drafter, words, str(draft) if isinstance(draft, str | Path) else None, policy)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from eyas import families
 from eyas.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
-from eyas.kernels import Team
+from eyas.kernels import EXACT, Form, Team
 from eyas.tree import Seen, Tree, Verdict
 
 __all__ = ["OwnForward", "Runner", "Target", "TargetSession", "Work"]
@@ -61,7 +61,7 @@ class Work:
 class Runner(Protocol):
     """How a forward is run."""
 
-    storage: str  # of the target's weights: "exact", or "int8": rounded, which makes another target of it
+    form: Form  # of linear layers; what is not exact is another target than the model
     name: str  # "model": by its own code; "kernels": by ours; "graphs": its own, replayed
 
     def __call__(self, work: Work) -> Seen: ...
@@ -349,7 +349,7 @@ class TargetSession:
 class OwnForward:
     """The model's own forward, with our masks and our cache."""
 
-    name, storage = "model", "exact"
+    name, form = "model", EXACT
     threads: int | None = None
     team: Team = None
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from eyas import kernels
 from processes import hear_interrupts
 
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
-    "target", "draft", "tree", "policy", "decisions", "dtype", "device", "runs_by", "weights", "versions",
+    "target", "draft", "tree", "policy", "decisions", "dtype", "device", "runs_by", "weights", "activations", "versions",
 }  # fmt: skip
 TREE = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 Run = Callable[..., Any]
@@ -268,6 +269,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
 
     A false alarm needs a machine that decodes 20 prompts of 100 tokens within 10 ms of the first.
     """
+    kernels.available()  # compiled now, as that would be announced
     given, output = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(20)]), tmp_path / "out.jsonl"
     options = (
         "--target",

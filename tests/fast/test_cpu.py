@@ -112,7 +112,7 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
     from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, kernels.EXACT))
     for name in ("eagle1", "eagle3", "seagle", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), quick("llama")):
@@ -131,7 +131,7 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
     from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, "exact"))
+    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, kernels.EXACT))
     kind, target = drafters.find(name), quick("llama")
     head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
@@ -191,12 +191,15 @@ def test_python_threads_may_share_a_target() -> None:
         assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
-def test_rounded_weights_are_a_target_of_their_own() -> None:
-    """Guards `weights="int8"`: other logits, near the model's; every method says what its plain decoding says; refused without kernels."""
+@pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
+def test_rounded_numbers_are_a_target_of_their_own(activations: str) -> None:
+    """Guards `weights="int8"` and rounded activations: other logits, near the model's; every method says what its plain decoding says."""
+    if activations != "exact" and not kernels.adds_up_bytes():
+        pytest.skip("a CPU without VNNI")
     target = Target(model("llama"))
-    rounded = fast.prepared(target, weights="int8")
-    assert rounded.run.storage == "int8"
-    assert quick("llama").run.storage == "exact"
+    rounded = fast.prepared(target, weights="int8", activations=activations)
+    assert rounded.run.form == kernels.Form("int8", activations)
+    assert quick("llama").run.form.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
     assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < 1.0
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
@@ -205,12 +208,25 @@ def test_rounded_weights_are_a_target_of_their_own() -> None:
         kind = drafters.find(name)
         drafter = kind.random(rounded, options_from(kind.Options, OPTIONS.get(name, {})), seed=1)
         assert run(Decoder(rounded, drafter, 2), requests)[0] == said
+
+
+def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the one line that says why: no kernels, wider weights, a CPU without the instructions, another word."""
+    target = Target(model("llama"))
     with pytest.raises(OptionError, match="family gemma2"):
         fast.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
     with pytest.raises(OptionError, match="leave kernels off out"):
-        fast.prepared(target, "off", weights="int8")
+        fast.prepared(target, "off", activations="int8")
     with pytest.raises(OptionError, match="unknown weights"):
         fast.prepared(target, weights="int4")
+    with pytest.raises(OptionError, match="unknown activations"):
+        fast.prepared(target, activations="int4")
+    monkeypatch.setattr(kernels, "adds_up_bytes", lambda: True)
+    with pytest.raises(OptionError, match=r"activations int8 .* kept as float32, .* add weights int8"):
+        fast.prepared(target, activations="int8")
+    monkeypatch.setattr(kernels, "adds_up_bytes", lambda: False)
+    with pytest.raises(OptionError, match="does not add up products of bytes"):
+        fast.prepared(target, activations="int8")
 
 
 def test_the_model_stays_as_it_was() -> None:

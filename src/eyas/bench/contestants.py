@@ -172,7 +172,7 @@ class Transformers(Contestant):
         new = _cut(found[0, len(request.prompt) :].tolist(), request)
         at, counts = deliveries.at[1:], _fit(deliveries.counts[1:], len(new))  # the first delivery is the prompt
         cycles = tuple(Cycle(n, n - 1, end - begin) for begin, end, n in zip(at, at[1:], counts[1:], strict=False) if n)
-        comparable = request.sampling.greedy and self.target.run.storage == "exact"
+        comparable = request.sampling.greedy and self.target.run.form.exact
         finish = "stop" if new and new[-1] in request.eos else "length"
         return Answer(
             token_ids=new, finish=finish, prefill_seconds=at[0] - began, cycles=cycles, comparable=comparable,

@@ -22,7 +22,6 @@ from eyas.tune.cost import verify_cost
 __all__ = ["summarise", "write"]
 
 RUNS_BY = {"kernels": "compiled kernels", "model": "its own forward", "graphs": "CUDA graphs"}
-ROUNDED = {"exact": "", "int8": ", its weights rounded to int8"}
 
 
 def summarise(
@@ -53,7 +52,8 @@ def summarise(
         for name, found in profile(bench, bandwidth, rate, traces):
             on_prompt(jobs, jobs, f"profiled {name}")
             profiles[name] = found
-    how = RUNS_BY[settings["runs_by"]] + ROUNDED[settings["weights"]]
+    rounded = [f"{what} rounded to {settings[what]}" for what in ("weights", "activations") if settings[what] != "exact"]
+    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
     title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return {
         "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,

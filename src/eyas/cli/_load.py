@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ from eyas.cli._errors import note
 if TYPE_CHECKING:
     from eyas.llm import LLM, Result
 
-__all__ = ["check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
+__all__ = ["ITSELF", "check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
+ITSELF = {"draft": None, "method": "vanilla", "kernels": "off", "weights": "exact", "activations": "exact"}  # a target, by its own forward
 
 
 @contextmanager
@@ -52,7 +54,10 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     with quiet(given["verbose"]):
         from eyas.llm import load as load_llm
 
-        names = ("target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights", "draft_weights")
+        names = (
+            "target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights", "activations",
+            "draft_weights",
+        )  # fmt: skip
         asked = {**options, "tree": given["tree"]} if given.get("tree") else options
         return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
 
@@ -102,7 +107,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,
-        "weights": llm.target.run.storage,
+        **asdict(llm.target.run.form),
         "versions": versions(),
     }
 

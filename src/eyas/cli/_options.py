@@ -100,6 +100,13 @@ MODEL_BASE = stack(
         default="exact",
         help="Of the target: as they are; int8: rounded, by the kernels: faster, and another target.",
     ),
+    option(
+        "Machine",
+        "--activations",
+        type=click.Choice(["exact", "int16", "int8"]),
+        default="exact",
+        help="What int8 weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target.",
+    ),
     VERBOSE,
 )
 

@@ -17,7 +17,7 @@ import rich_click as click
 
 from eyas.cli._data import read_data
 from eyas.cli._errors import Interrupted, note
-from eyas.cli._load import load
+from eyas.cli._load import ITSELF, load
 from eyas.cli._options import MODEL_BASE, MethodCommand, examples, method_options, option, stack
 from eyas.errors import EyasError, InputError, OptionError
 
@@ -80,7 +80,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
         raise click.UsageError("Missing option '--data'", ctx)
     first, step = _part(given["part"])
     devices = given["device"].split(",")
-    llm = load({**given, "draft": None, "method": "vanilla", "device": devices[0], "kernels": "off", "weights": "exact"}, {})
+    llm = load({**given, **ITSELF, "device": devices[0]}, {})
     store = Store(folder) if given["only"] else _planned(llm, folder, given, method_options(ctx), (first, step))
     mine = [int(i) for i in given["only"].split(",")] if given["only"] else range(first, len(store.manifest.shards), step)
     todo = sorted(set(store.missing()) & set(mine))

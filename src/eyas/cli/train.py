@@ -17,7 +17,7 @@ import rich_click as click
 
 from eyas.cli._data import check_layers, check_source, options_of, training_data
 from eyas.cli._errors import Interrupted, note
-from eyas.cli._load import load, quiet
+from eyas.cli._load import ITSELF, load, quiet
 from eyas.cli._options import MODEL_BASE, Flag, MethodCommand, examples, field_option, flags_of, method_options, option, stack
 from eyas.errors import EyasError, OptionError
 
@@ -118,7 +118,7 @@ def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     if given["init"] and (own := [f"--{name}" for name in options if name.startswith("head.")]):
         raise OptionError(f"--init brings a head that is as it is: leave {', '.join(own)} out")
     chosen = options_from(kind.Options, options)
-    llm = load({**given, "draft": None, "method": "vanilla", "device": _device(given["device"]), "kernels": "off", "weights": "exact"}, {})
+    llm = load({**given, **ITSELF, "device": _device(given["device"])}, {})
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, given, config)

@@ -14,19 +14,25 @@ import torch
 from eyas.errors import OptionError, near
 from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
+from eyas.kernels import Form
 from eyas.nn import FP8_CAPABILITY
 from eyas.target import Target
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
 
 KERNELS = ("auto", "on", "off")
-WEIGHTS = ("exact", "int8")
-
-
+WEIGHTS, ACTIVATIONS = ("exact", "int8"), ("exact", "int16", "int8")
 DRAFT_WEIGHTS = ("exact", "fp8")
 
 
-def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: str = "exact", draft_weights: str = "exact") -> Target:
+def prepared(
+    target: Target,
+    kernels: str = "auto",
+    own: bool = True,
+    weights: str = "exact",
+    activations: str = "exact",
+    draft_weights: str = "exact",
+) -> Target:
     """The target with its fastest runner.
 
     Args:
@@ -34,30 +40,34 @@ def prepared(target: Target, kernels: str = "auto", own: bool = True, weights: s
             forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
         weights: exact: as they are; int8: rounded, with a scale a row, by kernels only: a target of its own.
+        activations: what weights kept as int8 are multiplied by. exact: as exact as float32; int16, int8: rounded, by kernels only: a
+            target of its own (`kernels.Form`).
         draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it. (Kernels round a draft's to int8.)
 
     Raises:
-        OptionError: another word; int8 where there are no kernels for it.
+        OptionError: another word; rounded numbers where there are no kernels for them.
     """
-    if weights not in WEIGHTS:
-        raise OptionError(f"unknown weights {weights!r}; {near(weights, WEIGHTS)}")
-    if draft_weights not in DRAFT_WEIGHTS:
-        raise OptionError(f"unknown draft_weights {draft_weights!r}; {near(draft_weights, DRAFT_WEIGHTS)}")
+    for name, word, words in (
+        ("weights", weights, WEIGHTS), ("activations", activations, ACTIVATIONS), ("draft_weights", draft_weights, DRAFT_WEIGHTS),
+        ("kernels", kernels, KERNELS),
+    ):  # fmt: skip
+        if word not in words:
+            raise OptionError(f"unknown {name} {word!r}; {near(word, words)}")
     if draft_weights == "fp8":
         if not _multiplies_fp8(target.device):
             least = ".".join(map(str, FP8_CAPABILITY))
             raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
         target = copy(target)
         target.draft_weights = draft_weights
-    if kernels not in KERNELS:
-        raise OptionError(f"unknown kernels {kernels!r}; {near(kernels, KERNELS)}")
-    if weights == "int8":
+    form = Form(weights, activations)  # type: ignore[arg-type]
+    if not form.exact:
+        asked = f"weights {weights}" if activations == "exact" else f"activations {activations}"
         if kernels == "off":
-            raise OptionError("weights int8 are for the compiled kernels: leave kernels off out")
+            raise OptionError(f"{asked} are for the compiled kernels: leave kernels off out")
         try:
-            return target.run_with(runner(target, "int8"))
+            return target.run_with(runner(target, form))
         except UnsuitedError as why:
-            raise OptionError(f"weights int8 are for the compiled kernels, and there are none for this model: {why}") from why
+            raise OptionError(f"{asked} are for the compiled kernels, and there are none for this model: {why}") from why
     if kernels == "off" or (kernels == "auto" and not own):
         return target
     if target.device.type == "cuda":  # not yet run on one, so only where it is asked for

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eyas import kernels
 from eyas.fast._threads import Threads
-from eyas.kernels import HEAD_DIMS, Layers, Pass, Shape, Storage, Team
+from eyas.kernels import EXACT, GUESS, HEAD_DIMS, Form, Layers, Pass, Shape, Team
 from eyas.target import OwnForward, Runner, Target, Work
 from eyas.tree import Seen, Tree
 
@@ -35,16 +35,18 @@ class UnsuitedError(Exception):
     """Why a target has no runner of this kind: one line."""
 
 
-def runner(target: Target, storage: Storage = "exact") -> CpuRunner:
+def runner(target: Target, form: Form = EXACT) -> CpuRunner:
     """A runner for the target; UnsuitedError, with the reason, when there is none.
 
-    storage: of the weights; int8: rounded, which makes another target of it: plain decoding and trees are both its own.
+    form: of its linear layers; where that is not exact it makes another target of it: plain decoding and trees are both its own.
     """
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
-    made = made if storage == "exact" else CpuRunner(target, storage)
+    made = made if form.exact else CpuRunner(target, form)
+    if form.activations != "exact":
+        made.check_bytes()
     made.settle_threads()
     return made
 
@@ -54,10 +56,10 @@ class CpuRunner:
 
     name = "kernels"
 
-    def __init__(self, target: Target, storage: Storage = "exact") -> None:
+    def __init__(self, target: Target, form: Form = EXACT) -> None:
         _refuse(target)
         self.target = target
-        self.storage: str = storage
+        self.form = form
         config, family = target.model.config, target.family
         layers: Any = family.layers
         first = layers[0].self_attn
@@ -68,11 +70,11 @@ class CpuRunner:
         )  # fmt: skip
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if family.window else "full_attention"] * len(layers)
         windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
-        self.layers = Layers(self.shape, [_layer(layer, window, storage) for layer, window in zip(layers, windows, strict=True)])
+        self.layers = Layers(self.shape, [_layer(layer, window, form) for layer, window in zip(layers, windows, strict=True)])
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
         head: Any = family.head
-        self.output = kernels.pack(head.weight, head.bias, storage)
+        self.output = kernels.pack(head.weight, head.bias, form)
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
@@ -136,7 +138,7 @@ class CpuRunner:
 
     def likewise(self, other: Target) -> Target:
         try:
-            made = CpuRunner(other, "int8")
+            made = CpuRunner(other, GUESS)
         except UnsuitedError:
             return other
         made.pace = self.pace
@@ -174,6 +176,16 @@ class CpuRunner:
         every_1P = torch.arange(count)[None]
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    def check_bytes(self) -> None:
+        """UnsuitedError unless all weights are kept as bytes, and multiplied as such."""
+        if not kernels.adds_up_bytes():
+            raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
+        layers = self.layers.layers
+        matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        if wider := next((m.data.dtype for m in matrices if m.data.dtype != torch.uint8), None):
+            kept = str(wider).removeprefix("torch.")
+            raise UnsuitedError(f"its weights are kept as {kept}, and only int8 is multiplied so: add weights int8")
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -217,16 +229,16 @@ def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 
 
-def _layer(layer: Any, window: int, storage: Storage) -> kernels.Layer:
+def _layer(layer: Any, window: int, form: Form) -> kernels.Layer:
     attention, mlp = layer.self_attn, layer.mlp
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
     bias = None if three[0].bias is None else torch.cat([m.bias for m in three])
     gated = None if mlp.gate_proj.bias is None else (mlp.gate_proj.bias, mlp.up_proj.bias)
     return kernels.Layer(
-        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, storage),
-        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, storage),
-        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, storage),
-        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, storage),
+        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, form),
+        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, form),
+        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, form),
+        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, form),
         norm=_norm(layer.input_layernorm),
         mlp_norm=_norm(layer.post_attention_layernorm),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,

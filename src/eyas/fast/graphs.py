@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from eyas.fast.attention import packed
-from eyas.kernels import Team
+from eyas.kernels import EXACT, Team
 from eyas.replay import BUCKET, Cycle, State
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
@@ -177,7 +177,7 @@ class _Inputs:
 class GraphRunner:
     """Runs a target's passes by graphs."""
 
-    name, storage = "graphs", "exact"
+    name, form = "graphs", EXACT
     threads: int | None = None
     team: Team = None
 

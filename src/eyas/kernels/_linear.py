@@ -14,13 +14,38 @@ from torch import Tensor
 from eyas.kernels import _records
 from eyas.kernels._build import library
 
-__all__ = ["LANES", "Matrix", "Storage", "Team", "count", "head", "linear", "pack", "pack_gated", "rms_norm"]
+__all__ = [
+    "EXACT", "GUESS", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "head", "linear", "pack", "pack_gated", "rms_norm",
+]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # as in cpu/linear.h
-EXACT = 3e-7  # of a weight: rounding of its scale
-Storage = Literal["exact", "int8"]
+HELD = 3e-7  # of a weight: rounding of its scale
+DIGITS = {"exact": 3, "int16": 2, "int8": 1}  # that activations are taken apart into (cpu/tiles.h)
 Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
+
+
+@dataclass(frozen=True)
+class Form:
+    """In which numbers linear layers are kept and multiplied; everything between them is float32.
+
+    weights: exact: int8 with a scale a row where they are such multiples, bfloat16 where they are such numbers, else float32; int8: rounded
+        to the first of these.
+    activations: what weights kept as int8 are multiplied by, where the machine adds up products of bytes (elsewhere they stay float32).
+        exact: as exact as float32. int16, int8: of each token's vector, whole multiples of its largest number's 1/32,639 or 1/127, which
+        costs two thirds or one third of the arithmetic.
+    """
+
+    weights: Literal["exact", "int8"] = "exact"
+    activations: Literal["exact", "int16", "int8"] = "exact"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the model's own arithmetic, to float32's roundings."""
+        return self.weights == self.activations == "exact"
+
+
+EXACT, GUESS = Form(), Form("int8", "int16")  # guess: of what drafts
 
 
 @dataclass(frozen=True)
@@ -35,6 +60,7 @@ class Matrix:
     scale_O: Tensor | None
     bias_O: Tensor | None
     outputs: int  # without the filling
+    digits: int = DIGITS["exact"]  # of what uint8 is multiplied by
 
     @cached_property
     def inputs(self) -> int:
@@ -52,39 +78,40 @@ class Matrix:
     @cached_property
     def record(self) -> _records.Matrix:
         kind = KINDS.index(self.data.dtype)
-        return _records.Matrix(_records.at(self.data), _records.at(self.scale_O), _records.at(self.bias_O), kind, self.inputs, self.padded)
+        given = (self.data, self.scale_O, self.bias_O)
+        return _records.Matrix(*map(_records.at, given), kind, self.digits, self.inputs, self.padded)
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, storage: Storage = "exact") -> Matrix:
-    """A matrix in the narrowest form that holds it.
-
-    Args:
-        storage: exact: int8 with a scale a row where the weights are such multiples, bfloat16 where they are such numbers, else float32;
-            int8: rounded to the first of these.
-    """
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: Form = EXACT) -> Matrix:
+    """A matrix in the narrowest form that holds it."""
     outputs = weight_OI.shape[0]
     fill = -outputs % PANEL
     weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
     bias_O = None if bias_O is None else torch.nn.functional.pad(bias_O.detach().float(), (0, fill)).contiguous()
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     whole_OI = (weight_OI / scale_O[:, None]).round()
-    if storage == "int8" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= EXACT * weight_OI.abs()).all()):
-        quads = not weight_OI.shape[1] % LANES and bool(library().eyas_quads())
+    if form.weights == "int8" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all()):
+        quads = not weight_OI.shape[1] % LANES and adds_up_bytes()
         data = _panels((whole_OI + 128).to(torch.uint8), 4) if quads else _panels(whole_OI.to(torch.int8))
-        return Matrix(data, scale_O.contiguous(), bias_O, outputs)
+        return Matrix(data, scale_O.contiguous(), bias_O, outputs, DIGITS[form.activations])
     half_OI = weight_OI.bfloat16()
     narrow = not weight_OI.shape[1] % 2 and torch.equal(half_OI.float(), weight_OI)
     return Matrix(_panels(half_OI, 2) if narrow else _panels(weight_OI), None, bias_O, outputs)
 
 
-def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, storage: Storage = "exact") -> Matrix:
+def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: Form = EXACT) -> Matrix:
     """Both matrices of a gated unit in one: every panel holds 16 gates, then the 16 ups beside them. O: a multiple of 16."""
 
     def mixed(gate: Tensor, up: Tensor) -> Tensor:
         parts = [part.reshape(-1, LANES, *part.shape[1:]) for part in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
 
-    return pack(mixed(gate_OI, up_OI), None if bias_O is None else mixed(*bias_O), storage)
+    return pack(mixed(gate_OI, up_OI), None if bias_O is None else mixed(*bias_O), form)
+
+
+def adds_up_bytes() -> bool:
+    """Whether this machine adds up products of bytes (AVX-512 VNNI): then int8 weights are kept for that."""
+    return bool(library().eyas_quads())
 
 
 def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:

@@ -12,7 +12,8 @@ __all__ = ["Grown", "Layer", "Matrix", "Net", "Pass", "Plan", "Shape", "Slots", 
 
 class Matrix(ctypes.Structure):
     _fields_ = (
-        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("kind", c_int64), ("inputs", c_int64), ("outputs", c_int64),
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
+        *((name, c_int64) for name in ("kind", "digits", "inputs", "outputs")),
     )  # fmt: skip
 
 

@@ -194,18 +194,18 @@ class SwiGLU(nn.Module):
 class FusedLayer:
     """A layer by kernels, with a copy of its weights."""
 
-    def __init__(self, layer: DecoderLayer, storage: kernels.Storage, threads: kernels.Team = None) -> None:
+    def __init__(self, layer: DecoderLayer, form: kernels.Form, threads: kernels.Team = None) -> None:
         attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
         three = (attention.q, attention.k, attention.v)
         bias = torch.cat([m.bias for m in three]) if shape.qkv_bias else None
-        pack = partial(kernels.pack, storage=storage)
+        pack = partial(kernels.pack, form=form)
         self.shape = kernels.Shape(
             shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size, shape.rms_eps,
             shape.head_dim**-0.5,
         )  # fmt: skip
         self.layer = kernels.Layers(self.shape, [kernels.Layer(
             pack(torch.cat([m.weight for m in three]), bias), pack(attention.o.weight),
-            kernels.pack_gated(mlp.gate.weight, mlp.up.weight, storage=storage), pack(mlp.down.weight), None,
+            kernels.pack_gated(mlp.gate.weight, mlp.up.weight, form=form), pack(mlp.down.weight), None,
             layer.mlp_norm.weight.detach().clone(),
         )], threads)  # fmt: skip
         self.frequency_h = attention.frequency(torch.device("cpu"))

@@ -22,29 +22,29 @@ Net = TypeVar("Net", bound=nn.Module)
 class QuickLinear(nn.Module):
     """A linear layer by kernels."""
 
-    def __init__(self, linear: nn.Linear, storage: kernels.Storage, threads: kernels.Team) -> None:
+    def __init__(self, linear: nn.Linear, form: kernels.Form, threads: kernels.Team) -> None:
         super().__init__()
         self.threads = threads
         self.weight, self.bias = linear.weight, linear.bias  # as they were, for who asks
-        self.matrix = kernels.pack(linear.weight, linear.bias, storage)
+        self.matrix = kernels.pack(linear.weight, linear.bias, form)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(self.matrix, x, self.threads)
 
 
 @torch.no_grad()
-def quick(net: Net, storage: kernels.Storage = "int8", threads: kernels.Team = None) -> Net:
+def quick(net: Net, form: kernels.Form = kernels.GUESS, threads: kernels.Team = None) -> Net:
     """A copy of a float32 net on the CPU that computes by kernels.
 
-    storage: of the weights; a draft's may be rounded: that changes what it guesses, never what is said.
+    form: of its linear layers; a draft's may be rounded: that changes what it guesses, never what is said.
     """
     other = deepcopy(net)
     for module in list(other.modules()):
         if isinstance(module, RMSNorm) and not module.weight.numel() % 16:
             module.by_kernels = True
         if isinstance(module, DecoderLayer) and FusedLayer.suits(module.attention.shape):
-            module.fused = FusedLayer(module, storage, threads)
+            module.fused = FusedLayer(module, form, threads)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not isinstance(module, QuickLinear):
-                setattr(module, name, QuickLinear(child, storage, threads))
+                setattr(module, name, QuickLinear(child, form, threads))
     return other

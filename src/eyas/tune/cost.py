@@ -259,7 +259,7 @@ def key_of(drafter: Drafter) -> dict[str, Any]:
         "head": None if drafter.net is None else sum(p.numel() for p in drafter.net.parameters()), "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), "cpu": cpu_name(),
         "threads": target.run.threads or torch.get_num_threads(),
-        "run": target.run.name, "weights": target.run.storage, "draft_weights": target.draft_weights, "versions": versions(),
+        "run": target.run.name, **asdict(target.run.form), "draft_weights": target.draft_weights, "versions": versions(),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ struct Matrix {
     const void* data;    // panels, as tiles.h says; null: there is none
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
-    int64_t kind, inputs, outputs;  // outputs: a multiple of 32
+    int64_t kind, digits, inputs, outputs;  // digits: of what QUADS are multiplied by; outputs: a multiple of 32
 };
 
 struct Layer {
@@ -43,19 +43,18 @@ struct Pass {
 // x [M, inputs] of at most BLOCK rows through all panels. The tiles of a panel are of one size, as nearly as can be.
 template <class W>
 static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    constexpr int MOST = most_rows<W>();
-    constexpr bool quads = std::is_same<W, Quad>::value;
+    constexpr int MOST = Form<W>::rows, DIGITS = Form<W>::digits;
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
-    const int64_t size = PANEL * w.inputs, bytes = size * sizeof(W), group = sizeof(W) == 1 && !quads ? PANEL : 128;  // what is read at once
+    const int64_t size = PANEL * w.inputs, bytes = size * sizeof(W), group = sizeof(W) == 1 && !DIGITS ? PANEL : 128;  // what is read at once
     const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
-    const Rows* ready = quads || crowded ? made_ready(x, ldx, M, w.inputs, quads, count) : nullptr;
+    const Rows* ready = DIGITS || crowded ? made_ready<DIGITS>(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const W* panel = (const W*)w.data + n * size;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = i * M / count, rows = (i + 1) * M / count - m;
-            const Input in = ready ? ready->from(m, w.inputs, quads) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
+            const Input in = ready ? ready->from<DIGITS>(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
             const Ahead ahead = count == 1 ? Ahead{(const char*)panel + NEAR, group} : Ahead{(const char*)(panel + size) + i * (bytes / count), group / count};
             tiles<W, MOST>(rows, in, panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
         }
@@ -66,7 +65,9 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
     for (; M > 0; M -= BLOCK, x += BLOCK * ldx, y += BLOCK * ldy) {
         const int64_t rows = M < BLOCK ? M : BLOCK;
-        if (w.kind == QUADS) panels<Quad>(w, x, ldx, rows, y, ldy, end);
+        if (w.kind == QUADS && w.digits == 1) panels<Quad<1>>(w, x, ldx, rows, y, ldy, end);
+        else if (w.kind == QUADS && w.digits == 2) panels<Quad<2>>(w, x, ldx, rows, y, ldy, end);
+        else if (w.kind == QUADS) panels<Quad<3>>(w, x, ldx, rows, y, ldy, end);
         else if (w.kind == INT8) panels<int8_t>(w, x, ldx, rows, y, ldy, end);
         else if (w.kind == BFLOAT16) panels<uint16_t>(w, x, ldx, rows, y, ldy, end);
         else panels<float>(w, x, ldx, rows, y, ldy, end);

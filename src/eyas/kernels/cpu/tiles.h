@@ -32,15 +32,17 @@ struct Ahead {  // what is fetched meanwhile: of the panel that comes next, the 
     }
 };
 
-struct Quad { uint8_t byte; };  // a weight + 128
+template <int DIGITS>
+struct Quad { uint8_t byte; };  // a weight + 128; what it is multiplied by has so many digits
 
-constexpr int DIGITS = 3, QUAD_ROWS = 4;  // rows of a tile of quads: 24 sums, 2 weights and a digit in 32 registers
+template <class W>
+struct Form { static constexpr int rows = TILE, digits = 0; };
+template <int DIGITS>
+struct Form<Quad<DIGITS>> { static constexpr int rows = 12 / DIGITS, digits = DIGITS; };  // 24 sums, 2 weights and a digit in 32 registers
+
 constexpr int64_t BLOCK = 128;            // rows whose x stays near while all panels pass
 constexpr int64_t SETS = 512;             // floats after which lines fall on the same places of the nearest cache, which holds few of them
 constexpr int64_t NEAR = 4096;            // bytes ahead, of a panel that is read only once
-
-template <class W>
-constexpr int most_rows() { return std::is_same<W, Quad>::value ? QUAD_ROWS : TILE; }
 
 static inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
@@ -97,8 +99,8 @@ constexpr bool QUADS_HERE = true;
 // a + the sums of four products of bytes each: w without a sign, x with one. (Compilers spill the sums when they see an intrinsic.)
 static inline void dot(__m512i& a, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(w), "v"(x)); }
 
-template <int ROWS>
-static void tile(const Input& in, const Quad* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+template <int ROWS, int DIGITS>
+static void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
     __m512i a[ROWS * DIGITS][2];
     const int8_t* digits = in.digits;
 #pragma GCC unroll 12
@@ -115,11 +117,13 @@ static void tile(const Input& in, const Quad* w, int64_t inputs, Ahead ahead, co
             dot(a[i][1], second, x);
         }
     }
-#pragma GCC unroll 4
+    Floats sums[ROWS * DIGITS][2];  // written here alone: sums that are looked up by a variable would stay in memory throughout
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS * DIGITS; i++) sums[i][0] = (Floats)_mm512_cvtepi32_ps(a[i][0]), sums[i][1] = (Floats)_mm512_cvtepi32_ps(a[i][1]);
     for (int m = 0; m < ROWS; m++) {
         Floats whole[2] = {};
         for (int half = 0; half < 2; half++) {
-            for (int d = DIGITS - 1; d >= 0; d--) whole[half] = fma(whole[half], all(256), (Floats)_mm512_cvtepi32_ps(a[m * DIGITS + d][half]));
+            for (int d = DIGITS - 1; d >= 0; d--) whole[half] = fma(whole[half], all(256), sums[m * DIGITS + d][half]);
             whole[half] *= in.step[m];
         }
         finish(whole[0], whole[1], scale, bias, y + m * ldy, end);
@@ -127,8 +131,10 @@ static void tile(const Input& in, const Quad* w, int64_t inputs, Ahead ahead, co
 }
 
 // The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last. What is not finite makes `step` NaN.
+template <int DIGITS>
 static void take_apart(const float* x, int64_t K, int64_t rows, int8_t* digits, float* step, int32_t* start) {
-    constexpr float MOST = 8355584;  // below 127 * (65536 + 256 + 1), the largest whose digits are bytes, by more than rounding adds
+    // The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
+    constexpr float MOST = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
     Floats most = all(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
         most = (Floats)_mm512_max_ps((__m512)most, _mm512_abs_ps((__m512)load(x + k)));
@@ -154,8 +160,9 @@ static void take_apart(const float* x, int64_t K, int64_t rows, int8_t* digits, 
 #else
 constexpr bool QUADS_HERE = false;
 
-template <int ROWS>
-static void tile(const Input&, const Quad*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
+template <int ROWS, int DIGITS>
+static void tile(const Input&, const Quad<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
+template <int DIGITS>
 static void take_apart(const float*, int64_t, int64_t, int8_t*, float*, int32_t*) {}
 #endif
 
@@ -166,51 +173,55 @@ static void tiles(int64_t rows, const Input& in, const W* w, int64_t inputs, Ahe
     tile<ROWS>(in, w, inputs, ahead, scale, bias, y, ldy, end);
 }
 
-// Rows of x as a panel's tiles read them.
+// Rows of x as a panel's tiles read them: taken apart, or copied where there are no digits.
 struct Rows {
     std::vector<float> copy;  // [row][inputs + LANES]
-    std::vector<int8_t> digits;  // tile by tile
+    std::vector<int8_t> bytes;  // tile by tile
     std::vector<float> step;
     std::vector<int32_t> start;
 
-    Input from(int64_t m, int64_t K, bool quads) const {
-        if (quads) return {nullptr, 0, digits.data() + m * K * DIGITS, step.data() + m, start.data() + m * DIGITS};
+    template <int DIGITS>
+    Input from(int64_t m, int64_t K) const {
+        if (DIGITS) return {nullptr, 0, bytes.data() + m * K * DIGITS, step.data() + m, start.data() + m * DIGITS};
         return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
     }
 
-    void fit(int64_t M, int64_t K, bool quads) {
-        if (!quads) {
+    template <int DIGITS>
+    void fit(int64_t M, int64_t K) {
+        if (!DIGITS) {
             if ((int64_t)copy.size() < M * (K + LANES)) copy.resize(M * (K + LANES));
             return;
         }
-        if ((int64_t)digits.size() < M * K * DIGITS) digits.resize(M * K * DIGITS);
-        if ((int64_t)step.size() < M) step.resize(M), start.resize(M * DIGITS);
+        if ((int64_t)bytes.size() < M * K * DIGITS) bytes.resize(M * K * DIGITS);
+        if ((int64_t)start.size() < M * DIGITS) step.resize(M), start.resize(M * DIGITS);
     }
 
-    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, bool quads, int64_t tile, int64_t count) {
+    template <int DIGITS>
+    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
         const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first;
         for (int64_t m = first; m < first + rows; m++) {
-            if (quads) take_apart(x + m * ldx, K, rows, digits.data() + (first * K + (m - first) * 4) * DIGITS, &step[m], &start[m * DIGITS]);
+            if constexpr (DIGITS > 0) take_apart<DIGITS>(x + m * ldx, K, rows, bytes.data() + (first * K + (m - first) * 4) * DIGITS, &step[m], &start[m * DIGITS]);
             else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }
 };
 
-// x [M, K] taken apart, or copied, for `count` tiles: few rows by every thread for itself, many by all of them together.
-static const Rows* made_ready(const float* x, int64_t ldx, int64_t M, int64_t K, bool quads, int64_t count) {
+// x [M, K] made so for `count` tiles: few rows by every thread for itself, many by all of them together.
+template <int DIGITS>
+static const Rows* made_ready(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
     static thread_local Rows own;
     Rows* made = &own;
     if (M <= FEW) {
-        made->fit(M, K, quads);
-        for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, quads, i, count);
+        made->fit<DIGITS>(M, K);
+        for (int64_t i = 0; i < count; i++) made->fill<DIGITS>(x, ldx, M, K, i, count);
         return made;
     }
 #pragma omp single copyprivate(made)
     {
         made = &own;
-        made->fit(M, K, quads);
+        made->fit<DIGITS>(M, K);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) made->fill(x, ldx, M, K, quads, i, count);
+    for (int64_t i = 0; i < count; i++) made->fill<DIGITS>(x, ldx, M, K, i, count);
     return made;
 }

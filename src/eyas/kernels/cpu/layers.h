@@ -91,40 +91,56 @@ static inline float soften(float* scores, int64_t count) {
 }
 
 // Some heads that share keys, of some queries of a row: pairs. Keys and values are read 16 slots at a time and serve all pairs while they
-// are near. The visible slots of a query, in order: the committed ones, from `begin` on, then nodes.
+// are near. The visible slots of a query, in order: the committed ones, from `begin` on, then nodes. Of these the first ones that all of the
+// queries see (most of a prompt) are read like committed ones: the first `shared` slots of the row.
 template <int CHUNKS>
 struct Group {
     const Shape& s;
     const Pass& p;
     const float *keys, *values;  // of the row and the key-value head
     const uint8_t* visible;
-    int64_t stride, row, first, queries, head, heads, begin;
+    int64_t stride, row, first, queries, head, heads, begin, shared;
     float* scores;  // [pair][most]
+
+    const uint8_t* seen_by(int64_t n) const { return visible + (row * p.queries + first + n) * p.nodes; }
+
+    int64_t shared_slots() const {
+        int64_t most = p.nodes;
+        for (int64_t n = 0; n < queries; n++)
+            if (const void* hidden = std::memchr(seen_by(n), 0, most)) most = (const uint8_t*)hidden - seen_by(n);
+        return p.length[row] + most;
+    }
 
     int64_t width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
     template <class Do>
-    void each_committed(const float* from, Do act) const {  // act(place of the first, pointers, how many)
+    void each_shared(const float* from, Do act) const {  // act(place of the first, pointers, how many)
         const float* at[LANES];
-        for (int64_t slot = begin; slot < p.length[row]; slot += LANES) {
-            int64_t count = p.length[row] - slot < LANES ? p.length[row] - slot : LANES;
+        for (int64_t slot = begin; slot < shared; slot += LANES) {
+            int64_t count = shared - slot < LANES ? shared - slot : LANES;
             for (int64_t j = 0; j < LANES; j++) at[j] = from + (slot + (j < count ? j : count - 1)) * stride;
             act(slot - begin, at, count);
         }
     }
 
     template <class Do>
-    int64_t each_node(int64_t n, const float* from, Do act) const {  // the same over the nodes that a query sees; all that it sees
+    int64_t each_node(int64_t n, const float* from, Do act) const {  // the same over the other nodes that a query sees; all that it sees
         const float* at[LANES];
-        const uint8_t* seen = visible + (row * p.queries + first + n) * p.nodes;
-        int64_t place = p.length[row] - begin, count = 0;
-        for (int64_t t = 0; t < p.nodes; t++) {
-            if (seen[t]) at[count++] = from + (p.length[row] + t) * stride;
-            if (count == LANES || (t == p.nodes - 1 && count)) {
-                for (int64_t j = count; j < LANES; j++) at[j] = at[0];
-                act(place, at, count);
-                place += count, count = 0;
+        const uint8_t* seen = seen_by(n);
+        int64_t place = shared - begin, count = 0;
+        auto pass = [&] {
+            for (int64_t j = count; j < LANES; j++) at[j] = at[0];
+            act(place, at, count);
+            place += count, count = 0;
+        };
+        for (int64_t t = shared - p.length[row]; t < p.nodes; t++) {
+            if (uint64_t eight; t + 8 <= p.nodes && (std::memcpy(&eight, seen + t, 8), !eight)) {
+                t += 7;
+                continue;
             }
+            if (seen[t]) at[count++] = from + (p.length[row] + t) * stride;
+            if (count == LANES) pass();
         }
+        if (count) pass();
         return place;
     }
 
@@ -145,10 +161,12 @@ struct Group {
         constexpr int TOGETHER = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 2 : 1;
         int64_t n = 0;
         for (; n + TOGETHER <= pairs; n += TOGETHER) weigh<CHUNKS, TOGETHER>(weights + n, place, value, count, out + n);
+        if (n + 3 == pairs && CHUNKS <= 4) weigh<CHUNKS, 3>(weights + n, place, value, count, out + n), n = pairs;
         for (; n < pairs; n++) weigh<CHUNKS, 1>(weights + n, place, value, count, out + n);
     }
 
-    void run() const {
+    void run() {
+        shared = shared_slots();
         const int64_t h = s.head_dim, pairs = queries * heads, width = (s.heads + 2 * s.kv_heads) * h;
         const float* query[PAIRS];
         float *scores_at[PAIRS], *out[PAIRS], totals[PAIRS];
@@ -159,13 +177,13 @@ struct Group {
             out[n] = p.context + (m * s.heads + i) * h;
             std::memset(out[n], 0, h * sizeof(float));
         }
-        each_committed(keys, [&](int64_t place, const float* const* key, int64_t) { score(query, scores_at, pairs, place, key); });
+        each_shared(keys, [&](int64_t place, const float* const* key, int64_t) { score(query, scores_at, pairs, place, key); });
         for (int64_t n = 0; n < queries; n++) {
             const int64_t from = n * heads;
             int64_t count = each_node(n, keys, [&](int64_t place, const float* const* key, int64_t) { score(query + from, scores_at + from, heads, place, key); });
             for (int64_t i = from; i < from + heads; i++) totals[i] = soften(scores_at[i], count);
         }
-        each_committed(values, [&](int64_t place, const float* const* value, int64_t count) { add(scores_at, pairs, place, value, count, out); });
+        each_shared(values, [&](int64_t place, const float* const* value, int64_t count) { add(scores_at, pairs, place, value, count, out); });
         for (int64_t n = 0; n < queries; n++)
             each_node(n, values, [&](int64_t place, const float* const* value, int64_t count) { add(scores_at + n * heads, heads, place, value, count, out + n * heads); });
         for (int64_t n = 0; n < pairs; n++)
@@ -193,7 +211,7 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slot
         if (begin > p.length[r]) begin = p.length[r];
         const float *keys = c.keys + r * c.row + k * c.head, *values = c.values + r * c.row + k * c.head;
         int64_t count = p.queries - first < queries ? p.queries - first : queries;
-        Group<CHUNKS>{s, p, keys, values, layer.window ? p.near : p.visible, c.slot, r, first, count, set * heads, heads, begin, p.scores + thread * PAIRS * p.most}.run();
+        Group<CHUNKS>{s, p, keys, values, layer.window ? p.near : p.visible, c.slot, r, first, count, set * heads, heads, begin, 0, p.scores + thread * PAIRS * p.most}.run();
     }
 }
 

@@ -63,14 +63,15 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
 
 // Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    for (; M > 0; M -= BLOCK, x += BLOCK * ldx, y += BLOCK * ldy) {
-        const int64_t rows = M < BLOCK ? M : BLOCK;
-        if (w.kind == QUADS && w.digits == 1) panels<Quad<1>>(w, x, ldx, rows, y, ldy, end);
-        else if (w.kind == QUADS && w.digits == 2) panels<Quad<2>>(w, x, ldx, rows, y, ldy, end);
-        else if (w.kind == QUADS) panels<Quad<3>>(w, x, ldx, rows, y, ldy, end);
-        else if (w.kind == INT8) panels<int8_t>(w, x, ldx, rows, y, ldy, end);
-        else if (w.kind == BFLOAT16) panels<uint16_t>(w, x, ldx, rows, y, ldy, end);
-        else panels<float>(w, x, ldx, rows, y, ldy, end);
+    const int64_t blocks = (M + BLOCK - 1) / BLOCK;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t m = i * M / blocks, rows = (i + 1) * M / blocks - m;
+        if (w.kind == QUADS && w.digits == 1) panels<Quad<1>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == QUADS && w.digits == 2) panels<Quad<2>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == QUADS) panels<Quad<3>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == INT8) panels<int8_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == BFLOAT16) panels<uint16_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else panels<float>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
     }
 }
 

@@ -16,6 +16,7 @@ from eyas.kernels import _build
 from eyas.nn import quick
 from eyas.sampling import Noise
 
+bytes_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_bytes()), reason="a CPU without VNNI")
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 
@@ -32,7 +33,7 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
 
 def form(matrix: kernels.Matrix) -> torch.dtype:
     """What it is kept as; int8 stands as uint8 where the machine adds up products of bytes."""
-    return torch.int8 if matrix.data.dtype == torch.uint8 else matrix.data.dtype
+    return torch.int8 if matrix.kind == "quads" else matrix.data.dtype
 
 
 @needs
@@ -88,8 +89,7 @@ def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
         assert not kernels.linear(kernels.pack(weight), x)[5].isfinite().any()
 
 
-@needs
-@pytest.mark.skipif(kernels.available() and not kernels.adds_up_bytes(), reason="a CPU without VNNI keeps activations in float32")
+@bytes_only
 @pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
 def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
     """Guards what `Form.activations` says: whole multiples of a row's largest, and their products without any further loss, whatever other
@@ -102,6 +102,33 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
     whole = (x * (torch.full_like(top, largest) / top)).round().double()  # a number over a tensor would be the product of its inverse
     torch.testing.assert_close(together, (whole * (top / largest) @ weight.double().T).float(), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+
+
+def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
+    """What an int4 matrix holds, [O, I]."""
+    bytes_PGpO4, scale = matrix.data[:, :, :512].unflatten(2, (4, 32, 4)), matrix.data[:, :, 512:].contiguous().view(torch.bfloat16).float()
+    quads = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8  # panel, group, pair, half, output, input
+    whole_POGg = quads.permute(0, 4, 1, 2, 3, 5).flatten(3)
+    return (whole_POGg * scale.transpose(1, 2)[..., None]).flatten(2).flatten(0, 1)[: matrix.outputs]
+
+
+@bytes_only
+@pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
+def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
+    """Guards groups, halves of bytes and scales: products are those of the numbers that are kept, for tiles of every size, filled outputs
+    and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
+    weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
+    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
+    matrix = kernels.pack(weight, bias, kernels.Form("int4", activations))
+    assert (matrix.kind, matrix.data.numel()) == ("int4", 3 * 3 * 576)
+    kept, digits = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
+    step = x.abs().amax(1, keepdim=True) / digits
+    together, exact = kernels.linear(matrix, x), x.double() @ kept.double().T + bias
+    assert ((together - exact).abs() <= 0.51 * step * kept.abs().sum(1) + 1e-4).all()
+    assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+    assert float((kept - weight).norm() / weight.norm()) < 0.09
+    zero = kernels.pack(torch.zeros(32, 32), form=kernels.Form("int4"))
+    assert not kernels.linear(zero, x[:, :32]).any()
 
 
 @pytest.fixture

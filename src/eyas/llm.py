@@ -118,10 +118,11 @@ def load(
         tokenizer: where it is not the target's own.
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
-        weights: "exact" = the target's as they are; "int8" = rounded, by the kernels: faster, and a target of its own.
-        activations: what weights in int8 are multiplied by: "exact" = as exact as float32; "int16", "int8" = rounded, by the kernels:
+        weights: "exact" = the target's as they are; "int8", "int4" = rounded, by the kernels: faster, and a target of its own.
+        activations: what such weights are multiplied by: "exact" = as exact as float32; "int16", "int8" = rounded, by the kernels:
             larger trees pay, prompts are read faster, and a target of its own.
-        draft_weights: "fp8" = the head's rounded, on GPUs that multiply it: changes what is guessed, never what is said.
+        draft_weights: "fp8" = the head's rounded, on GPUs that multiply it; "int4" = by the kernels: changes what is guessed, never what is
+            said.
         options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
             tree="auto": drafts are as large as pays on this machine, or none (`eyas.tune`): the default, unless a tree is described.
             tree="fixed": as the options say, in every cycle.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
     from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(_base, "quick", lambda net, form, threads: make_quick(net, kernels.EXACT))
     for name in ("eagle1", "eagle3", "seagle", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), quick("llama")):
@@ -131,7 +132,7 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
     from eyas.drafters import _base
     from eyas.nn import quick as make_quick
 
-    monkeypatch.setattr(_base, "quick", lambda net, threads=None: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(_base, "quick", lambda net, form, threads: make_quick(net, kernels.EXACT))
     kind, target = drafters.find(name), quick("llama")
     head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
@@ -191,17 +192,18 @@ def test_python_threads_may_share_a_target() -> None:
         assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
-def test_rounded_numbers_are_a_target_of_their_own(activations: str) -> None:
-    """Guards `weights="int8"` and rounded activations: other logits, near the model's; every method says what its plain decoding says."""
-    if activations != "exact" and not kernels.adds_up_bytes():
+def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
+    """Guards rounded weights and activations: other logits, near the model's; every method says what its plain decoding says."""
+    if (weights, activations) != ("int8", "exact") and not kernels.adds_up_bytes():
         pytest.skip("a CPU without VNNI")
     target = Target(model("llama"))
-    rounded = fast.prepared(target, weights="int8", activations=activations)
-    assert rounded.run.form == kernels.Form("int8", activations)
+    rounded = fast.prepared(target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact")
+    assert rounded.run.form == kernels.Form(weights, activations)
     assert quick("llama").run.form.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
-    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < 1.0
+    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"int8": 1.0, "int4": 4.0}[weights]
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
     said = run(Decoder(rounded, drafters.find("vanilla").load(None, rounded), 1), requests)[0]
     for name in ("eagle2", "eagle3", "suffix"):
@@ -218,7 +220,7 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     with pytest.raises(OptionError, match="leave kernels off out"):
         fast.prepared(target, "off", activations="int8")
     with pytest.raises(OptionError, match="unknown weights"):
-        fast.prepared(target, weights="int4")
+        fast.prepared(target, weights="int2")
     with pytest.raises(OptionError, match="unknown activations"):
         fast.prepared(target, activations="int4")
     monkeypatch.setattr(kernels, "adds_up_bytes", lambda: True)
@@ -227,6 +229,10 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "adds_up_bytes", lambda: False)
     with pytest.raises(OptionError, match="does not add up products of bytes"):
         fast.prepared(target, activations="int8")
+    with pytest.raises(OptionError, match="does not add up products of bytes"):
+        fast.prepared(target, weights="int4")
+    with pytest.raises(OptionError, match="draft weights int4 are for compiled kernels"):
+        fast.prepared(target, "off", draft_weights="int4")
 
 
 def test_the_model_stays_as_it_was() -> None:

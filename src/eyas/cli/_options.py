@@ -96,16 +96,16 @@ MODEL_BASE = stack(
     option(
         "Machine",
         "--weights",
-        type=click.Choice(["exact", "int8"]),
+        type=click.Choice(["exact", "int8", "int4"]),
         default="exact",
-        help="Of the target: as they are; int8: rounded, by the kernels: faster, and another target.",
+        help="Of the target: as they are; int8, int4: rounded, by the kernels: faster, and another target.",
     ),
     option(
         "Machine",
         "--activations",
         type=click.Choice(["exact", "int16", "int8"]),
         default="exact",
-        help="What int8 weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target.",
+        help="What such weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target.",
     ),
     VERBOSE,
 )
@@ -113,9 +113,9 @@ MODEL_BASE = stack(
 DRAFT_WEIGHTS = option(
     "Machine",
     "--draft-weights",
-    type=click.Choice(["exact", "fp8"]),
+    type=click.Choice(["exact", "fp8", "int4"]),
     default="exact",
-    help="Of the head; fp8: rounded, on GPUs that multiply it. The text stays the same.",
+    help="Of the head; fp8: rounded, on GPUs that multiply it; int4: by the kernels. The text stays the same.",
 )
 
 MODEL = stack(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eyas import checkpoints
+from eyas import checkpoints, kernels
 from eyas.checkpoints import Weights
 from eyas.errors import OptionError, near
 from eyas.nn import Documents, fp8, quick
@@ -185,10 +185,12 @@ class Drafter(ABC):
 
     @cached_property
     def decoding(self) -> Any:
-        """The net as decoding runs it: by kernels where the target is run by them, in fp8 where that was asked for."""
-        if self.net is None or not (self.target.by_kernels or self.target.draft_weights == "fp8"):
+        """The net as decoding runs it: by kernels where the target is run by them, with its weights as was asked for."""
+        target = self.target
+        if self.net is None or not (target.by_kernels or target.draft_weights == "fp8"):
             return self.net
-        return quick(self.net, threads=self.target.run.team) if self.target.by_kernels else fp8(self.net)
+        form = replace(kernels.GUESS, weights="int4") if target.draft_weights == "int4" else kernels.GUESS
+        return quick(self.net, form, target.run.team) if target.by_kernels else fp8(self.net)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

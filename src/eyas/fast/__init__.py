@@ -14,15 +14,14 @@ import torch
 from eyas.errors import OptionError, near
 from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
-from eyas.kernels import Form
+from eyas.kernels import Form, adds_up_bytes
 from eyas.nn import FP8_CAPABILITY
 from eyas.target import Target
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
 
 KERNELS = ("auto", "on", "off")
-WEIGHTS, ACTIVATIONS = ("exact", "int8"), ("exact", "int16", "int8")
-DRAFT_WEIGHTS = ("exact", "fp8")
+WEIGHTS, ACTIVATIONS, DRAFT_WEIGHTS = ("exact", "int8", "int4"), ("exact", "int16", "int8"), ("exact", "fp8", "int4")
 
 
 def prepared(
@@ -39,10 +38,11 @@ def prepared(
         kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; off: the model's own
             forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
-        weights: exact: as they are; int8: rounded, with a scale a row, by kernels only: a target of its own.
-        activations: what weights kept as int8 are multiplied by. exact: as exact as float32; int16, int8: rounded, by kernels only: a
-            target of its own (`kernels.Form`).
-        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it. (Kernels round a draft's to int8.)
+        weights: exact: as they are; int8, int4: rounded, by kernels only: a target of its own (`kernels.Form`). With int4 the layers; the
+            head that gives logits is int8.
+        activations: what weights kept as int8 or int4 are multiplied by. exact: as exact as float32; int16, int8: rounded, by kernels only:
+            a target of its own.
+        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels, which round a draft's to int8 anyway.
 
     Raises:
         OptionError: another word; rounded numbers where there are no kernels for them.
@@ -53,15 +53,19 @@ def prepared(
     ):  # fmt: skip
         if word not in words:
             raise OptionError(f"unknown {name} {word!r}; {near(word, words)}")
-    if draft_weights == "fp8":
-        if not _multiplies_fp8(target.device):
-            least = ".".join(map(str, FP8_CAPABILITY))
-            raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
-        target = copy(target)
-        target.draft_weights = draft_weights
-    form = Form(weights, activations)  # type: ignore[arg-type]
+    if draft_weights == "fp8" and not _multiplies_fp8(target.device):
+        least = ".".join(map(str, FP8_CAPABILITY))
+        raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
+    made = copy(_run_by(target, kernels, own, Form(weights, activations)))  # type: ignore[arg-type]
+    if draft_weights == "int4" and not (made.by_kernels and adds_up_bytes()):
+        raise OptionError("draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI)")
+    made.draft_weights = draft_weights
+    return made
+
+
+def _run_by(target: Target, kernels: str, own: bool, form: Form) -> Target:
     if not form.exact:
-        asked = f"weights {weights}" if activations == "exact" else f"activations {activations}"
+        asked = f"weights {form.weights}" if form.activations == "exact" else f"activations {form.activations}"
         if kernels == "off":
             raise OptionError(f"{asked} are for the compiled kernels: leave kernels off out")
         try:

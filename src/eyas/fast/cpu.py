@@ -11,6 +11,7 @@ to near ties here: a tree's logits are plain decoding's.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ def runner(target: Target, form: Form = EXACT) -> CpuRunner:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
+    if form.weights == "int4" or form.activations != "exact":
+        made.check_bytes(form)
     made = made if form.exact else CpuRunner(target, form)
-    if form.activations != "exact":
-        made.check_bytes()
     made.settle_threads()
     return made
 
@@ -74,7 +75,7 @@ class CpuRunner:
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
         head: Any = family.head
-        self.output = kernels.pack(head.weight, head.bias, form)
+        self.output = kernels.pack(head.weight, head.bias, replace(form, weights="int8") if form.weights == "int4" else form)
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
@@ -177,15 +178,14 @@ class CpuRunner:
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
-    def check_bytes(self) -> None:
-        """UnsuitedError unless all weights are kept as bytes, and multiplied as such."""
+    def check_bytes(self, form: Form) -> None:
+        """UnsuitedError unless this form's products are those of bytes here."""
         if not kernels.adds_up_bytes():
             raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
         layers = self.layers.layers
         matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-        if wider := next((m.data.dtype for m in matrices if m.data.dtype != torch.uint8), None):
-            kept = str(wider).removeprefix("torch.")
-            raise UnsuitedError(f"its weights are kept as {kept}, and only int8 is multiplied so: add weights int8")
+        if form.weights == "exact" and (wider := next((m.kind for m in matrices if m.kind != "quads"), None)):
+            raise UnsuitedError(f"its weights are kept as {wider}, and only int8 and int4 are multiplied so: add weights int8")
 
     @torch.inference_mode()
     def check(self) -> None:

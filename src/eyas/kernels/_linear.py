@@ -19,7 +19,9 @@ __all__ = [
 ]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
-KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # as in cpu/linear.h
+GROUP = 32  # inputs of int4 that share scales, as in cpu/tiles.h
+SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # that are tried; the largest numbers of a group are cut by the smaller ones
+KINDS = ("float32", "bfloat16", "int8", "quads", "int4")  # as in cpu/linear.h
 HELD = 3e-7  # of a weight: rounding of its scale
 DIGITS = {"exact": 3, "int16": 2, "int8": 1}  # that activations are taken apart into (cpu/tiles.h)
 Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
@@ -29,14 +31,14 @@ Team = int | Callable[[], int] | None  # threads: a number, who knows it at the 
 class Form:
     """In which numbers linear layers are kept and multiplied; everything between them is float32.
 
-    weights: exact: int8 with a scale a row where they are such multiples, bfloat16 where they are such numbers, else float32; int8: rounded
-        to the first of these.
-    activations: what weights kept as int8 are multiplied by, where the machine adds up products of bytes (elsewhere they stay float32).
-        exact: as exact as float32. int16, int8: of each token's vector, whole multiples of its largest number's 1/32,639 or 1/127, which
-        costs two thirds or one third of the arithmetic.
+    weights: exact: int8 with a scale an output where they are such multiples, bfloat16 where they are such numbers, else float32; int8:
+        rounded to the first of these; int4: rounded, with a scale for every 32 inputs of an output (where there are no 32s: int8).
+    activations: what weights kept as int8 or int4 are multiplied by, where the machine adds up products of bytes (elsewhere they stay
+        float32). exact: as exact as float32. int16, int8: of each token's vector, whole multiples of its largest number's 1/32,639 or
+        1/127, which costs two thirds or one third of the arithmetic.
     """
 
-    weights: Literal["exact", "int8"] = "exact"
+    weights: Literal["exact", "int8", "int4"] = "exact"
     activations: Literal["exact", "int16", "int8"] = "exact"
 
     @property
@@ -52,19 +54,17 @@ EXACT, GUESS = Form(), Form("int8", "int16")  # guess: of what drafts
 class Matrix:
     """A linear layer's weights, in panels of 32 outputs; outputs are filled up with zeros.
 
-    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; [O / 32, I / 4, 32, 4] in uint8, which is int8 + 128 for
-    machines that add up products of bytes (cpu/tiles.h).
+    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; for machines that add up products of bytes quads, uint8
+    [O / 32, I / 4, 32, 4], which are int8 + 128, and int4, uint8 [O / 32, I / 32, 576] (cpu/tiles.h).
     """
 
+    kind: Literal["float32", "bfloat16", "int8", "quads", "int4"]
     data: Tensor
     scale_O: Tensor | None
     bias_O: Tensor | None
+    inputs: int
     outputs: int  # without the filling
-    digits: int = DIGITS["exact"]  # of what uint8 is multiplied by
-
-    @cached_property
-    def inputs(self) -> int:
-        return self.data[0].numel() // PANEL
+    digits: int = DIGITS["exact"]  # of what quads and int4 are multiplied by
 
     @property
     def padded(self) -> int:
@@ -77,26 +77,30 @@ class Matrix:
 
     @cached_property
     def record(self) -> _records.Matrix:
-        kind = KINDS.index(self.data.dtype)
+        kind = KINDS.index(self.kind)
         given = (self.data, self.scale_O, self.bias_O)
         return _records.Matrix(*map(_records.at, given), kind, self.digits, self.inputs, self.padded)
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: Form = EXACT) -> Matrix:
     """A matrix in the narrowest form that holds it."""
-    outputs = weight_OI.shape[0]
+    outputs, inputs = weight_OI.shape
     fill = -outputs % PANEL
     weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
     bias_O = None if bias_O is None else torch.nn.functional.pad(bias_O.detach().float(), (0, fill)).contiguous()
+    if form.weights == "int4" and not inputs % GROUP and adds_up_bytes():
+        return Matrix("int4", _fours(weight_OI), None, bias_O, inputs, outputs, DIGITS[form.activations])
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     whole_OI = (weight_OI / scale_O[:, None]).round()
-    if form.weights == "int8" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all()):
-        quads = not weight_OI.shape[1] % LANES and adds_up_bytes()
-        data = _panels((whole_OI + 128).to(torch.uint8), 4) if quads else _panels(whole_OI.to(torch.int8))
-        return Matrix(data, scale_O.contiguous(), bias_O, outputs, DIGITS[form.activations])
+    if form.weights != "exact" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all()):
+        if inputs % LANES or not adds_up_bytes():
+            return Matrix("int8", _panels(whole_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
+        data = _panels((whole_OI + 128).to(torch.uint8), 4)
+        return Matrix("quads", data, scale_O.contiguous(), bias_O, inputs, outputs, DIGITS[form.activations])
     half_OI = weight_OI.bfloat16()
-    narrow = not weight_OI.shape[1] % 2 and torch.equal(half_OI.float(), weight_OI)
-    return Matrix(_panels(half_OI, 2) if narrow else _panels(weight_OI), None, bias_O, outputs)
+    if not inputs % 2 and torch.equal(half_OI.float(), weight_OI):
+        return Matrix("bfloat16", _panels(half_OI, 2), None, bias_O, inputs, outputs)
+    return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
 
 def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: Form = EXACT) -> Matrix:
@@ -107,6 +111,28 @@ def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | N
         return torch.stack(parts, 1).flatten(0, 2)
 
     return pack(mixed(gate_OI, up_OI), None if bias_O is None else mixed(*bias_O), form)
+
+
+def _fours(weight_OI: Tensor) -> Tensor:
+    """uint8 [O / 32, I / 32, 576]: whole numbers from -8 to 7, plus 8, two in a byte; then the scales in bfloat16.
+
+    A group's scale is the one of SCALES times its largest number's that loses least of it, in squares.
+    """
+    group_OGg = weight_OI.view(len(weight_OI), -1, GROUP)
+    panels, groups = len(weight_OI) // PANEL, group_OGg.shape[1]
+    largest_OG1 = group_OGg.gather(2, group_OGg.abs().argmax(2, keepdim=True))  # with its sign: -8 is there, 8 is not
+    best_OG1, whole_OGg = torch.full_like(largest_OG1, torch.inf), torch.zeros_like(group_OGg)
+    scale_OG1 = torch.zeros_like(largest_OG1)
+    for share in SCALES:
+        scale = (largest_OG1 / -8 * share).bfloat16().float()
+        whole = (group_OGg / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7)
+        lost = (whole * scale - group_OGg).square().sum(2, keepdim=True)
+        better = lost < best_OG1
+        best_OG1, scale_OG1, whole_OGg = lost.where(better, best_OG1), scale.where(better, scale_OG1), whole.where(better, whole_OGg)
+    quads = (whole_OGg + 8).to(torch.uint8).view(panels, PANEL, groups, 4, 2, 4)  # panel, output, group, pair, half, input
+    bytes_PGpO4 = (quads[..., 0, :] | quads[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    scale_PGO = scale_OG1.view(panels, PANEL, groups).transpose(1, 2).bfloat16().contiguous()
+    return torch.cat([bytes_PGpO4.flatten(2), scale_PGO.view(torch.uint8)], dim=2).contiguous()
 
 
 def adds_up_bytes() -> bool:

@@ -3,13 +3,13 @@
 
 #include "tiles.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, QUADS };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, QUADS, INT4 };
 
 struct Matrix {
     const void* data;    // panels, as tiles.h says; null: there is none
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
-    int64_t kind, digits, inputs, outputs;  // digits: of what QUADS are multiplied by; outputs: a multiple of 32
+    int64_t kind, digits, inputs, outputs;  // digits: of what QUADS and INT4 are multiplied by; outputs: a multiple of 32
 };
 
 struct Layer {
@@ -43,22 +43,30 @@ struct Pass {
 // x [M, inputs] of at most BLOCK rows through all panels. The tiles of a panel are of one size, as nearly as can be.
 template <class W>
 static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    constexpr int MOST = Form<W>::rows, DIGITS = Form<W>::digits;
+    using F = Form<W>;
+    constexpr int MOST = F::rows;
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
-    const int64_t size = PANEL * w.inputs, bytes = size * sizeof(W), group = sizeof(W) == 1 && !DIGITS ? PANEL : 128;  // what is read at once
+    const int64_t bytes = F::bytes(w.inputs), group = F::zero == 8 ? GROUP_BYTES / 4 : sizeof(W) == 1 && !F::digits ? PANEL : 128;  // what is read at once
     const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
-    const Rows* ready = DIGITS || crowded ? made_ready<DIGITS>(x, ldx, M, w.inputs, count) : nullptr;
+    const Rows* ready = F::digits || crowded ? made_ready<F>(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
-        const W* panel = (const W*)w.data + n * size;
+        const char* panel = (const char*)w.data + n * bytes;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = i * M / count, rows = (i + 1) * M / count - m;
-            const Input in = ready ? ready->from<DIGITS>(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
-            const Ahead ahead = count == 1 ? Ahead{(const char*)panel + NEAR, group} : Ahead{(const char*)(panel + size) + i * (bytes / count), group / count};
-            tiles<W, MOST>(rows, in, panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
+            const Input in = ready ? ready->from<F>(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
+            const Ahead ahead = count == 1 ? Ahead{panel + NEAR, group} : Ahead{panel + bytes + i * (bytes / count), group / count};
+            tiles<W, MOST>(rows, in, (const W*)panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
         }
     }
+}
+
+template <template <int> class W>
+static void by_digits(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
+    if (w.digits == 1) panels<W<1>>(w, x, ldx, M, y, ldy, end);
+    else if (w.digits == 2) panels<W<2>>(w, x, ldx, M, y, ldy, end);
+    else panels<W<3>>(w, x, ldx, M, y, ldy, end);
 }
 
 // Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
@@ -66,9 +74,8 @@ static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
     const int64_t blocks = (M + BLOCK - 1) / BLOCK;
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t m = i * M / blocks, rows = (i + 1) * M / blocks - m;
-        if (w.kind == QUADS && w.digits == 1) panels<Quad<1>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
-        else if (w.kind == QUADS && w.digits == 2) panels<Quad<2>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
-        else if (w.kind == QUADS) panels<Quad<3>>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        if (w.kind == QUADS) by_digits<Quad>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == INT4) by_digits<Nibbles>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else if (w.kind == INT8) panels<int8_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else if (w.kind == BFLOAT16) panels<uint16_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else panels<float>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);

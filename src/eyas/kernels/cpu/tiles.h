@@ -3,7 +3,8 @@
 // A panel is [input][32] for float and int8_t. bfloat16 stands in pairs of inputs, [input / 2][32][2], as a pair of numbers becomes two
 // floats with one operation each. Where the machine adds up products of bytes (VNNI), int8 stands in quads, [input / 4][32][4], and x is
 // taken apart into three digits of eight bits: sums of whole numbers have no rounding at all, and four inputs are worth one instruction
-// for each digit, where floats take one for each input.
+// for each digit, where floats take one for each input. int4 stands in groups of 32 inputs, each of them 4 x [32][4] bytes, which hold a
+// quad in their lower and the next one in their upper halves, and then the 32 outputs' scales in bfloat16.
 //
 // How exact digits are: x is taken to within 2^-23 of its row's largest, which is at most sqrt(K) times the root mean square of its K
 // numbers, and nothing else is lost. Measured against float64, products lose less than by floats in order (1.3e-7 against 3.5e-7 of
@@ -19,7 +20,7 @@ struct Input {  // of a tile, from its first row on
     int64_t ldx;
     const int8_t* digits;  // or [input / 4][row][digit, the least first][4]
     const float* step;     // [row] what one is worth
-    const int32_t* start;  // [row][digit] what their sums begin with
+    const int32_t* start;  // [group][row][digit] what their sums begin with; quads are one group
 };
 
 struct Ahead {  // what is fetched meanwhile: of the panel that comes next, the part that falls to this tile
@@ -32,13 +33,30 @@ struct Ahead {  // what is fetched meanwhile: of the panel that comes next, the 
     }
 };
 
+constexpr int64_t GROUP = 32, GROUP_BYTES = GROUP * PANEL / 2 + 2 * PANEL;  // inputs of int4 that share scales
+
 template <int DIGITS>
 struct Quad { uint8_t byte; };  // a weight + 128; what it is multiplied by has so many digits
 
-template <class W>
-struct Form { static constexpr int rows = TILE, digits = 0; };
 template <int DIGITS>
-struct Form<Quad<DIGITS>> { static constexpr int rows = 12 / DIGITS, digits = DIGITS; };  // 24 sums, 2 weights and a digit in 32 registers
+struct Nibbles { uint8_t byte; };  // two weights + 8, likewise; and scales
+
+template <class W>
+struct Form {
+    static constexpr int rows = TILE, digits = 0, zero = 0;
+    static int64_t group(int64_t inputs) { return inputs; }
+    static int64_t bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }  // of a panel
+};
+template <int DIGITS>
+struct Form<Quad<DIGITS>> : Form<uint8_t> {
+    static constexpr int rows = 12 / DIGITS, digits = DIGITS, zero = 128;  // 24 sums, 2 weights and a digit in 32 registers
+};
+template <int DIGITS>
+struct Form<Nibbles<DIGITS>> {
+    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, zero = 8;  // as many floats as there are sums of the least digits
+    static int64_t group(int64_t) { return GROUP; }
+    static int64_t bytes(int64_t inputs) { return inputs / GROUP * GROUP_BYTES; }
+};
 
 constexpr int64_t BLOCK = 128;            // rows whose x stays near while all panels pass
 constexpr int64_t SETS = 512;             // floats after which lines fall on the same places of the nearest cache, which holds few of them
@@ -130,9 +148,59 @@ static void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead a
     }
 }
 
-// The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last. What is not finite makes `step` NaN.
+template <int ROWS, int DIGITS>
+static void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahead ahead, const float*, const float* bias, float* y, int64_t ldy, End end) {
+    Floats sums[ROWS][2] = {};
+    const uint8_t* at = (const uint8_t*)w;
+    const int8_t* digits = in.digits;
+    const int32_t* start = in.start;
+    const __m512i low = _mm512_set1_epi32(0x0f0f0f0f);
+    for (int64_t k = 0; k < inputs; k += GROUP, at += GROUP_BYTES, start += ROWS * DIGITS) {
+        __m512i a[ROWS * DIGITS][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS * DIGITS; i++) a[i][0] = a[i][1] = _mm512_set1_epi32(start[i]);
+        for (int pair = 0; pair < 4; pair++) {
+            __m512i first = _mm512_loadu_si512(at + pair * 128), second = _mm512_loadu_si512(at + pair * 128 + 64);
+            ahead.fetch();
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++, digits += 4 * ROWS * DIGITS) {
+                const __m512i left = _mm512_and_si512(first, low), right = _mm512_and_si512(second, low);
+#pragma GCC unroll 12
+                for (int i = 0; i < ROWS * DIGITS; i++) {
+                    int32_t four;
+                    std::memcpy(&four, digits + 4 * i, sizeof four);
+                    __m512i x = _mm512_set1_epi32(four);
+                    dot(a[i][0], left, x);
+                    dot(a[i][1], right, x);
+                }
+                first = _mm512_srli_epi32(first, 4), second = _mm512_srli_epi32(second, 4);
+            }
+        }
+        Floats scale[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+            scale[half] = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(at + 512 + half * 32))), 16);
+#pragma GCC unroll 6
+        for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                Floats whole = (Floats)_mm512_cvtepi32_ps(a[m * DIGITS + DIGITS - 1][half]);
+#pragma GCC unroll 2
+                for (int d = DIGITS - 2; d >= 0; d--) whole = fma(whole, all(256), (Floats)_mm512_cvtepi32_ps(a[m * DIGITS + d][half]));
+                sums[m][half] = fma(whole, scale[half], sums[m][half]);
+            }
+        }
+    }
+    Floats found[ROWS][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < ROWS; m++) found[m][0] = sums[m][0] * in.step[m], found[m][1] = sums[m][1] * in.step[m];
+    for (int m = 0; m < ROWS; m++) finish(found[m][0], found[m][1], nullptr, bias, y + m * ldy, end);
+}
+
+// The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last; and of each group what takes `zero` off its
+// weights. What is not finite makes `step` NaN.
 template <int DIGITS>
-static void take_apart(const float* x, int64_t K, int64_t rows, int8_t* digits, float* step, int32_t* start) {
+static void take_apart(const float* x, int64_t K, int64_t group, int zero, int64_t rows, int8_t* digits, float* step, int32_t* start) {
     // The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
     constexpr float MOST = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
     Floats most = all(1e-30f), broken = {};
@@ -154,16 +222,21 @@ static void take_apart(const float* x, int64_t K, int64_t rows, int8_t* digits, 
             _mm_storeu_si128((__m128i*)fours, bytes);
             for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * DIGITS + d) * 4, fours + q, 4);
         }
+        if ((k + LANES) % group == 0) {
+            for (int d = 0; d < DIGITS; d++) start[d] = -zero * _mm512_reduce_add_epi32(sums[d]), sums[d] = _mm512_setzero_si512();
+            start += rows * DIGITS;
+        }
     }
-    for (int d = 0; d < DIGITS; d++) start[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
 }
 #else
 constexpr bool QUADS_HERE = false;
 
 template <int ROWS, int DIGITS>
 static void tile(const Input&, const Quad<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
+template <int ROWS, int DIGITS>
+static void tile(const Input&, const Nibbles<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
 template <int DIGITS>
-static void take_apart(const float*, int64_t, int64_t, int8_t*, float*, int32_t*) {}
+static void take_apart(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*, int32_t*) {}
 #endif
 
 template <class W, int ROWS>
@@ -180,48 +253,53 @@ struct Rows {
     std::vector<float> step;
     std::vector<int32_t> start;
 
-    template <int DIGITS>
+    template <class F>
     Input from(int64_t m, int64_t K) const {
-        if (DIGITS) return {nullptr, 0, bytes.data() + m * K * DIGITS, step.data() + m, start.data() + m * DIGITS};
+        if (F::digits) return {nullptr, 0, bytes.data() + m * K * F::digits, step.data() + m, start.data() + m * F::digits * (K / F::group(K))};
         return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
     }
 
-    template <int DIGITS>
+    template <class F>
     void fit(int64_t M, int64_t K) {
-        if (!DIGITS) {
+        const int64_t starts = M * F::digits * (K / F::group(K));
+        if (!F::digits) {
             if ((int64_t)copy.size() < M * (K + LANES)) copy.resize(M * (K + LANES));
             return;
         }
-        if ((int64_t)bytes.size() < M * K * DIGITS) bytes.resize(M * K * DIGITS);
-        if ((int64_t)start.size() < M * DIGITS) step.resize(M), start.resize(M * DIGITS);
+        if ((int64_t)bytes.size() < M * K * F::digits) bytes.resize(M * K * F::digits);
+        if ((int64_t)step.size() < M) step.resize(M);
+        if ((int64_t)start.size() < starts) start.resize(starts);
     }
 
-    template <int DIGITS>
+    template <class F>
     void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
-        const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first;
+        const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first, group = F::group(K);
         for (int64_t m = first; m < first + rows; m++) {
-            if constexpr (DIGITS > 0) take_apart<DIGITS>(x + m * ldx, K, rows, bytes.data() + (first * K + (m - first) * 4) * DIGITS, &step[m], &start[m * DIGITS]);
+            if constexpr (F::digits > 0)
+                take_apart<F::digits>(
+                    x + m * ldx, K, group, F::zero, rows, bytes.data() + (first * K + (m - first) * 4) * F::digits, &step[m],
+                    &start[(first * (K / group) + m - first) * F::digits]);
             else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }
 };
 
 // x [M, K] made so for `count` tiles: few rows by every thread for itself, many by all of them together.
-template <int DIGITS>
+template <class F>
 static const Rows* made_ready(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
     static thread_local Rows own;
     Rows* made = &own;
     if (M <= FEW) {
-        made->fit<DIGITS>(M, K);
-        for (int64_t i = 0; i < count; i++) made->fill<DIGITS>(x, ldx, M, K, i, count);
+        made->fit<F>(M, K);
+        for (int64_t i = 0; i < count; i++) made->fill<F>(x, ldx, M, K, i, count);
         return made;
     }
 #pragma omp single copyprivate(made)
     {
         made = &own;
-        made->fit<DIGITS>(M, K);
+        made->fit<F>(M, K);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) made->fill<DIGITS>(x, ldx, M, K, i, count);
+    for (int64_t i = 0; i < count; i++) made->fill<F>(x, ldx, M, K, i, count);
     return made;
 }

@@ -3,7 +3,7 @@
     python runs/rounding.py --chats chat_heldin_300.jsonl.gz --output docs/results/rounding.json                  the embedded model
     python runs/rounding.py --target MODEL --chats chat_heldin_300.jsonl.gz --output FILE.json
 
-The turns of each chat as one text, cut at --length tokens; what a text's first --given tokens are worth is not counted. Every row is the
+The turns of each chat as one text, cut at --length tokens; what its first --given + 1 tokens are worth is not counted. Every row is the
 same model by the kernels with another `--weights` and `--activations`; ratios are paired by chat, with their 95 % intervals.
 """
 
@@ -21,6 +21,7 @@ from _common import command, interval, machine, run
 from rich.progress import track
 
 import eyas
+from eyas.errors import OptionError
 from eyas.llm import LLM
 from eyas.train.state import write_text
 from eyas.tree import Tree
@@ -59,6 +60,8 @@ def main() -> None:
     exact: list[tuple[float, torch.Tensor]] = []
     for weights, activations in FORMS:
         llm = eyas.load(args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations)
+        if not llm.target.by_kernels:
+            raise OptionError("rounded numbers are a matter of the compiled kernels, and this model has none: `eyas doctor` says why")
         asked = texts(llm, args.chats, args.limit, args.length, args.given)
         found = [read(llm, ids, args.given) for ids in track(asked, f"weights {weights}, activations {activations}")]
         exact, counts = exact or found, [len(ids) - args.given - 1 for ids in asked]

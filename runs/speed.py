@@ -8,7 +8,7 @@ Greedy or at --temperature, the bundled prompts, whole answers. Contestants: tra
 forward, and by the kernels (what every ratio is over); trees of several sizes; trees by `auto`; and `auto` with a head of random weights.
 Every round runs all of them on a prompt one after the other, beginning with another one each time, so that drift of the machine hits all
 alike; texts are compared. Intervals: 95 %, bootstrap over prompts. Cost curves: a pass against its nodes, by the model's own forward and
-by the kernels, with weights that are kept as int8, bfloat16 and float32, and passes against the context.
+by the kernels, with weights that are kept as int8, bfloat16 and float32, and rounded ones; and passes against the context.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scipy.stats import bootstrap
 from transformers import AutoModelForCausalLM
 
 import eyas
-from eyas import drafters, fast, tiny
+from eyas import drafters, fast, kernels, tiny
 from eyas.bench.tasks import load as load_task
 from eyas.drafters import find
 from eyas.drafters._base import options_from
@@ -151,6 +151,10 @@ def costs(base: LLM) -> dict[str, Any]:
             for weight in other.parameters():
                 weight.copy_(weight.to(getattr(torch, form)).float())
         found[f"kernels, {form} weights (random), by nodes"] = verify_cost(fast.prepared(Target(other)))
+    bytes_add_up = target.by_kernels and target.run.form.exact and kernels.adds_up_bytes()
+    for weights, activations in (("int8", "int16"), ("int8", "int8"), ("int4", "int8")) if bytes_add_up else ():
+        rounded = fast.prepared(Target(target.model), weights=weights, activations=activations)
+        found[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(rounded)
     contexts = [c for c in CONTEXTS if c < target.context - 64]
     found["kernels, one node, by context"] = [{"context": c, "ms": verify_cost(target, c, (1,))[0]["ms"]} for c in contexts]
     found["kernels, 8 nodes, by context"] = [{"context": c, "ms": verify_cost(target, c, (8,))[0]["ms"]} for c in contexts]
@@ -203,8 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="eagle3,eagle2", help="of the embedded model")
     parser.add_argument("--parts", default="speed,cost")
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--weights", default="exact", help="int8: the target's, rounded: a target of its own")
-    parser.add_argument("--activations", default="exact", help="int16, int8: what int8 weights are multiplied by, rounded: likewise")
+    parser.add_argument("--weights", default="exact", help="int8, int4: the target's, rounded: a target of its own")
+    parser.add_argument("--activations", default="exact", help="int16, int8: what such weights are multiplied by, rounded: likewise")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)

@@ -194,6 +194,8 @@ def _drafter(
     if isinstance(draft, Drafter):
         if method is not None or (options and not beside) or draft.target.model is not target.model:
             raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
+        if draft.target.draft_weights != target.draft_weights:
+            raise OptionError("a Drafter's weights were chosen when it was made: leave draft_weights out")
         return draft if beside is None else Merged(draft, beside.from_source(None, target, options_from(beside.Options, options)))
     held = checkpoints.load(draft).method if draft is not None and method is None else WITHOUT_HEAD
     kind = drafters.find(method or DEFAULT_METHODS.get(held, held))

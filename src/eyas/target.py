@@ -76,7 +76,7 @@ class Runner(Protocol):
         """Threads for what is computed beside it, at the moment."""
         ...
 
-    def likewise(self, other: Target) -> Target:
+    def likewise(self, other: Target, draft_weights: str) -> Target:
         """Another model, one that drafts, run in the same way where that suits it."""
         ...
 
@@ -109,7 +109,7 @@ class Target:
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self.run: Runner = OwnForward()
-        self.draft_weights = "exact"  # of nets that draft for it; "fp8": rounded
+        self.draft_weights = "exact"  # of nets that draft for it; "fp8", "int4": rounded
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
@@ -364,7 +364,7 @@ class OwnForward:
             features_RQF = features() if work.wants else logits_RQV[..., :0]
         return Seen(logits_RQV, features_RQF)
 
-    def likewise(self, other: Target) -> Target:
+    def likewise(self, other: Target, draft_weights: str) -> Target:
         return other
 
     def recorder(self) -> None:

@@ -204,6 +204,11 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
     assert quick("llama").run.form.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
     assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"int8": 1.0, "int4": 4.0}[weights]
+    session, more = rounded.open(1), ids(13, 13)
+    session.prefill(0, ids(20))
+    together_NV = session.forward(torch.tensor([more]), Tree.chain(1, 13)).logits_BNV[0]
+    for k in (0, 5, 12):
+        assert torch.equal(rounded.open(1).prefill(0, [*ids(20), *more[: k + 1]]), together_NV[k]), "the same bits in every pass"
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
     said = run(Decoder(rounded, drafters.find("vanilla").load(None, rounded), 1), requests)[0]
     for name in ("eagle2", "eagle3", "suffix"):

@@ -101,7 +101,7 @@ class Bench:
         asked = hashlib.sha256(repr(list(self.prompts)).encode()).hexdigest()[:16]
         return {
             "format": FORMAT, "target": target.name, "fingerprint": target.fingerprint(), "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device), "runs_by": target.run.name, **asdict(target.run.form),
+            "device": str(target.device), "runs_by": target.run.name, **asdict(target.run.form), "draft_weights": target.draft_weights,
             "machine": [cpu_name(), *(gpu["name"] for gpu in gpus())], "threads": torch.get_num_threads(),
             "versions": versions(), "methods": {c.name: c.describe() for c in self.contestants}, "prompts": [p.id for p in self.prompts],
             "texts": asked, "temperatures": list(self.temperatures), "max_new_tokens": self.max_new_tokens, "sampling": self.sampling,

@@ -52,7 +52,8 @@ def summarise(
         for name, found in profile(bench, bandwidth, rate, traces):
             on_prompt(jobs, jobs, f"profiled {name}")
             profiles[name] = found
-    rounded = [f"{what} rounded to {settings[what]}" for what in ("weights", "activations") if settings[what] != "exact"]
+    forms = ("weights", "activations", "draft_weights")
+    rounded = [f"{what.replace('_', ' ')} rounded to {settings[what]}" for what in forms if settings[what] != "exact"]
     how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
     title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return {

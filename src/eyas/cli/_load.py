@@ -18,7 +18,7 @@ from eyas.cli._errors import note
 if TYPE_CHECKING:
     from eyas.llm import LLM, Result
 
-__all__ = ["ITSELF", "check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
+__all__ = ["ITSELF", "check_exact", "check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
@@ -60,6 +60,15 @@ def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
         )  # fmt: skip
         asked = {**options, "tree": given["tree"]} if given.get("tree") else options
         return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
+
+
+def check_exact(given: Mapping[str, Any]) -> None:
+    """Features come from the target as it is: refuse what would be ignored."""
+    from eyas.errors import OptionError
+
+    for name in ("weights", "activations"):
+        if given[name] != "exact":
+            raise OptionError(f"--{name} {given[name]}: features are those of the target as it is; a head serves a rounded one as well")
 
 
 def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:

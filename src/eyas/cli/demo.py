@@ -143,9 +143,12 @@ class _Demo:
 
     def warm_up(self, prompt: _Prompt) -> None:
         """First runs allocate and tune; they belong to nobody's numbers."""
+        from eyas.bench.machine import snapshot
+
         for llm in self.sides:
             llm.generate(prompt.text, raw=prompt.raw, max_new_tokens=WARM_UP_TOKENS)
         self._transformers(self._ids(prompt), WARM_UP_TOKENS)
+        self.before = snapshot()
 
     def round(self, prompt: _Prompt, place: str) -> _Round:
         ids = self._ids(prompt)
@@ -213,14 +216,21 @@ class _Demo:
         return "; ".join(said)
 
     def report(self, rounds: Sequence[_Round], left_out: int = 0) -> None:
-        """The table of this run's numbers."""
+        """The table of this run's numbers, and what is to be said of them."""
+        import torch
+
+        from eyas.bench.machine import busy, used
+
         if not rounds:
             return
+        others = busy(used(self.before), torch.get_num_threads())
         self.console.print()
         self.console.print(_table(rounds, self.best.method))
         tree = ", ".join(f"{name} {value}" for name, value in self.best.drafter.describe().items() if name != "kind")
         how = f"{self.best.method}{f' with tree {tree}' if tree else ''}; greedy, {self.best.target.dtype} on {self.best.target.device}"
         self.console.print(f"[dim]{how}. Whole answers, the prompt's pass included, after a warm-up.[/]")
+        if others:
+            self.console.print(f"[yellow]{others}[/]")
         if left_out:
             self.console.print(f"[yellow]{left_out} prompts were left out: this machine is slow or busy.[/]")
         for number, one in enumerate(rounds, start=1):

@@ -17,7 +17,7 @@ import rich_click as click
 
 from eyas.cli._data import read_data
 from eyas.cli._errors import Interrupted, note
-from eyas.cli._load import ITSELF, load
+from eyas.cli._load import ITSELF, check_exact, load
 from eyas.cli._options import MODEL_BASE, MethodCommand, examples, method_options, option, stack
 from eyas.errors import EyasError, InputError, OptionError
 
@@ -78,6 +78,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
         return _verify(Store(folder))
     if not given["data"]:
         raise click.UsageError("Missing option '--data'", ctx)
+    check_exact(given)
     first, step = _part(given["part"])
     devices = given["device"].split(",")
     llm = load({**given, **ITSELF, "device": devices[0]}, {})

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -151,6 +152,8 @@ class _Many:
         first = self.results.first
         now = {"method": self.llm.method, "target": self.llm.target.name, "tree": self.llm.drafter.describe()}
         other = [f"{name} {first.get(name)}" for name, value in now.items() if first.get(name) != value]
+        form = asdict(self.llm.target.run.form).items()  # results of earlier versions do not say it
+        other += [f"{name} {first.get(name, 'exact')}" for name, value in form if first.get(name, "exact") != value]
         if other:
             note(f"results already in {self.results.path} were made with {', '.join(other)}")
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ class _Run:
         self.by = {
             "target": llm.target.name, "fingerprint": llm.target.fingerprint(), **law, "max_new_tokens": manner.max_new_tokens,
             "last_only": manner.last_only, "drop_cut": manner.drop_cut,
+            **asdict(llm.target.run.form),
         }  # fmt: skip
 
     def check_same(self) -> None:
@@ -130,6 +131,7 @@ class _Run:
         if made and not self.llm.target.is_named(made.get("fingerprint", "")):
             other.append(f"target {made.get('target')!r} there, {self.by['target']!r} now")
         free = ("target", "fingerprint")
+        made = {"weights": "exact", "activations": "exact", **made} if made else made  # files of earlier versions do not say it
         other += [
             f"{name} {made.get(name)} there, {value} now"
             for name, value in self.by.items()

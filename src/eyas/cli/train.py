@@ -17,7 +17,7 @@ import rich_click as click
 
 from eyas.cli._data import check_layers, check_source, options_of, training_data
 from eyas.cli._errors import Interrupted, note
-from eyas.cli._load import ITSELF, load, quiet
+from eyas.cli._load import ITSELF, check_exact, load, quiet
 from eyas.cli._options import MODEL_BASE, Flag, MethodCommand, examples, field_option, flags_of, method_options, option, stack
 from eyas.errors import EyasError, OptionError
 
@@ -110,6 +110,7 @@ def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     from eyas.train.trackers import check_trackers
 
     check_source(given)
+    check_exact(given)
     config = TrainConfig(**options_of(given, ctx.meta.get(PANEL, {})))
     config.check_processes(processes())
     check_trackers(config.trackers)

@@ -189,8 +189,7 @@ class Drafter(ABC):
         target = self.target
         if self.net is None or not (target.by_kernels or target.draft_weights == "fp8"):
             return self.net
-        form = replace(kernels.GUESS, weights="int4") if target.draft_weights == "int4" else kernels.GUESS
-        return quick(self.net, form, target.run.team) if target.by_kernels else fp8(self.net)
+        return quick(self.net, kernels.guessing(target.draft_weights), target.run.team) if target.by_kernels else fp8(self.net)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

@@ -128,7 +128,7 @@ class Method(Drafter):
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
         super().__init__(target, options)
-        self.draft_model, self.net = target.run.likewise(draft), draft.model
+        self.draft_model, self.net = target.run.likewise(draft, target.draft_weights), draft.model
         self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; what one has beyond is padding
         self.dynamic: DynamicTree | None = self.options.dynamic_tree()
         self.choices: Choices = () if self.dynamic else self.options.choices()

@@ -58,7 +58,8 @@ def prepared(
         raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
     made = copy(_run_by(target, kernels, own, Form(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not (made.by_kernels and adds_up_bytes()):
-        raise OptionError("draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI)")
+        own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
+        raise OptionError(f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}")
     made.draft_weights = draft_weights
     return made
 
@@ -76,14 +77,14 @@ def _run_by(target: Target, kernels: str, own: bool, form: Form) -> Target:
         return target
     if target.device.type == "cuda":  # not yet run on one, so only where it is asked for
         if kernels == "on" and (rope := _growing_rope(target)):
-            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=3)
+            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=4)
             return target
         return target.run_with(GraphRunner(target)) if kernels == "on" else target
     try:
         return target.run_with(runner(target))
     except UnsuitedError as why:
         if kernels == "on":
-            warnings.warn(f"the model runs by its own forward: {why}", stacklevel=3)
+            warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
         return target
 
 

@@ -2,7 +2,7 @@
 
 What a family's forward does is known for the model types in FAMILIES. It is not taken on trust: when a runner is made, its logits and
 features over a prompt and a small tree are compared with the model's own, and where they differ there is no runner. The model itself stays
-as it is; the kernels keep their own copy of its weights, without loss, in the narrowest form that holds them.
+as it is; the kernels keep their own copy of its weights, without loss, in the narrowest form that holds them (or rounded, on request).
 
 Beyond speed: a token's logits do not depend, to the last bit, on what else is in the pass. So speculative decoding is not only lossless up
 to near ties here: a tree's logits are plain decoding's.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from eyas import kernels
 from eyas.fast._threads import Threads
-from eyas.kernels import EXACT, GUESS, HEAD_DIMS, Form, Layers, Pass, Shape, Team
+from eyas.kernels import EXACT, HEAD_DIMS, Form, Layers, Pass, Shape, Team
 from eyas.target import OwnForward, Runner, Target, Work
 from eyas.tree import Seen, Tree
 
@@ -103,7 +103,7 @@ class CpuRunner:
                 session.forward(tokens_1N, tree)
                 if turn:  # the first is the warm-up
                     took[count].append(time.perf_counter() - began)
-        self.pace = Threads(min(counts, key=lambda count: sum(took[count])))
+        self.pace = Threads(min(counts, key=lambda count: sum(took[count])), most)
         self.layers.threads = self.pace.most
 
     @property
@@ -113,7 +113,7 @@ class CpuRunner:
 
     def __call__(self, work: Work) -> Seen:
         began, (R, Q) = time.perf_counter(), work.tokens_RQ.shape
-        self.layers.threads = self.pace.now(began)
+        self.layers.threads = self.pace.next(began)
         seen = self._run(work)
         self.pace.learn((R * Q, work.width // 512), began, time.perf_counter())
         return seen
@@ -137,9 +137,9 @@ class CpuRunner:
     def recorder(self) -> None:
         return None
 
-    def likewise(self, other: Target) -> Target:
+    def likewise(self, other: Target, draft_weights: str) -> Target:
         try:
-            made = CpuRunner(other, GUESS)
+            made = CpuRunner(other, kernels.guessing(draft_weights))
         except UnsuitedError:
             return other
         made.pace = self.pace

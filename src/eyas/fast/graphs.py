@@ -197,7 +197,7 @@ class GraphRunner:
         finally:
             self._alone = False
 
-    def likewise(self, other: Target) -> Target:
+    def likewise(self, other: Target, draft_weights: str) -> Target:
         return other.run_with(GraphRunner(other, self.capture))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Kernels for CPUs: linear layers and whole decoder layers in C++ (cpu/), which says how they compute; here is how they are called.
 
-    matrix = pack(weight_ON)            weights as they are stored, without loss, in the narrowest form
+    matrix = pack(weight_ON)            weights as they are stored, without loss, in the narrowest form, or rounded
     y_MO = linear(matrix, x_MI)         float32
 
 A linear layer's result for a row is the same to the last bit whatever other rows there are, and with any number of threads.
@@ -13,12 +13,12 @@ from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, Plan, grow
 from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, Pass, Shape
-from eyas.kernels._linear import EXACT, GUESS, Form, Matrix, Team, adds_up_bytes, head, linear, pack, pack_gated, rms_norm
+from eyas.kernels._linear import EXACT, Form, Matrix, Team, adds_up_bytes, guessing, head, linear, pack, pack_gated, rms_norm
 
 __all__ = [
-    "EXACT", "GUESS", "HEAD_DIMS", "Form", "Grown", "Layer", "Layers", "Matrix", "Net", "Pass", "Pending", "Plan", "Shape", "Team",
-    "UnavailableError", "adds_up_bytes", "available", "commit", "draw", "follow", "grow", "gumbel", "head", "library", "linear", "pack",
-    "pack_gated", "rms_norm", "why_not",
+    "EXACT", "HEAD_DIMS", "Form", "Grown", "Layer", "Layers", "Matrix", "Net", "Pass", "Pending", "Plan", "Shape", "Team",
+    "UnavailableError", "adds_up_bytes", "available", "commit", "draw", "follow", "grow", "guessing", "gumbel", "head", "library",
+    "linear", "pack", "pack_gated", "rms_norm", "why_not",
 ]  # fmt: skip
 
 

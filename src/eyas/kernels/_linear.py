@@ -15,7 +15,7 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 
 __all__ = [
-    "EXACT", "GUESS", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "head", "linear", "pack", "pack_gated", "rms_norm",
+    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "guessing", "head", "linear", "pack", "pack_gated", "rms_norm",
 ]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
@@ -47,7 +47,12 @@ class Form:
         return self.weights == self.activations == "exact"
 
 
-EXACT, GUESS = Form(), Form("int8", "int16")  # guess: of what drafts
+EXACT = Form()
+
+
+def guessing(draft_weights: str) -> Form:
+    """Of what drafts, which changes no text: rounded to int8 at least, with two digits, which no guess was seen to depend on."""
+    return Form("int4" if draft_weights == "int4" else "int8", "int16")
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Matrix:
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: Form = EXACT) -> Matrix:
-    """A matrix in the narrowest form that holds it."""
+    """A matrix in the narrowest form that holds it, or in the one that it is to be rounded to."""
     outputs, inputs = weight_OI.shape
     fill = -outputs % PANEL
     weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
@@ -129,6 +134,7 @@ def _fours(weight_OI: Tensor) -> Tensor:
         lost = (whole * scale - group_OGg).square().sum(2, keepdim=True)
         better = lost < best_OG1
         best_OG1, scale_OG1, whole_OGg = lost.where(better, best_OG1), scale.where(better, scale_OG1), whole.where(better, whole_OGg)
+    scale_OG1 = scale_OG1.where(best_OG1.isfinite(), torch.nan)  # what is no number stays none
     quads = (whole_OGg + 8).to(torch.uint8).view(panels, PANEL, groups, 4, 2, 4)  # panel, output, group, pair, half, input
     bytes_PGpO4 = (quads[..., 0, :] | quads[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
     scale_PGO = scale_OG1.view(panels, PANEL, groups).transpose(1, 2).bfloat16().contiguous()

@@ -33,7 +33,7 @@ class QuickLinear(nn.Module):
 
 
 @torch.no_grad()
-def quick(net: Net, form: kernels.Form = kernels.GUESS, threads: kernels.Team = None) -> Net:
+def quick(net: Net, form: kernels.Form, threads: kernels.Team = None) -> Net:
     """A copy of a float32 net on the CPU that computes by kernels.
 
     form: of its linear layers; a draft's may be rounded: that changes what it guesses, never what is said.

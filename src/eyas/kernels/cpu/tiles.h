@@ -2,11 +2,11 @@
 //
 // A panel is [input][32] for float and int8_t. bfloat16 stands in pairs of inputs, [input / 2][32][2], as a pair of numbers becomes two
 // floats with one operation each. Where the machine adds up products of bytes (VNNI), int8 stands in quads, [input / 4][32][4], and x is
-// taken apart into three digits of eight bits: sums of whole numbers have no rounding at all, and four inputs are worth one instruction
+// taken apart into digits of eight bits, three unless fewer were asked for: sums of whole numbers have no rounding at all, and four inputs are worth one instruction
 // for each digit, where floats take one for each input. int4 stands in groups of 32 inputs, each of them 4 x [32][4] bytes, which hold a
 // quad in their lower and the next one in their upper halves, and then the 32 outputs' scales in bfloat16.
 //
-// How exact digits are: x is taken to within 2^-23 of its row's largest, which is at most sqrt(K) times the root mean square of its K
+// How exact three digits are: x is taken to within 2^-23 of its row's largest, which is at most sqrt(K) times the root mean square of its K
 // numbers, and nothing else is lost. Measured against float64, products lose less than by floats in order (1.3e-7 against 3.5e-7 of
 // themselves, K = 384). Where one number of a row is far above the others and its weights are far below theirs, floats lose less.
 #pragma once

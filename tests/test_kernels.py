@@ -131,6 +131,12 @@ def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
     assert float((kept - weight).norm() / weight.norm()) < 0.09
     zero = kernels.pack(torch.zeros(32, 32), form=kernels.Form("int4"))
     assert not kernels.linear(zero, x[:, :32]).any()
+    weight[3, 40] = torch.nan
+    x[5, 7] = torch.inf
+    broken = kernels.linear(kernels.pack(weight, bias, kernels.Form("int4", activations)), x)
+    assert broken[:, 3].isnan().all()
+    assert not broken[5].isfinite().any()
+    assert broken[:5, :3].isfinite().all(), "neither spreads"
 
 
 @pytest.fixture

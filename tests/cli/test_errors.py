@@ -71,6 +71,8 @@ BAD = {
     "system and raw": ((*GENERATE, "x", "--system", "s", "--raw"), ["--system needs the chat template, which --raw bypasses"]),
     "chat without a template": (("chat", "--target", "bare"), ["no chat template"]),
     "no data": (("train", "--output", "o"), ["Missing option '--data'"]),
+    "rounded without kernels": ((*GENERATE, "x", "--weights", "int8"), ["weights int8 are for the compiled kernels", "there are none"]),
+    "rounded features": (("train", "--data", "./nowhere", "--output", "o", "--activations", "int8"), ["--activations int8", "as it is"]),
     "demo of no prompts": (("demo", "--prompts", "./nowhere.txt"), ["prompts file './nowhere.txt' does not exist"]),
 }
 

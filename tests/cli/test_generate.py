@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from eyas import kernels
+from eyas.kernels import _build
 from processes import hear_interrupts
 
 KEYS = {
@@ -209,6 +210,9 @@ def test_other_settings_are_noted_when_resuming(run: Run, tmp_path: Path) -> Non
     run(*command)
     write(given, LINES[:2])
     assert "were made with method suffix" in run(*command, "--draft", "head").stderr
+    output.write_text(output.read_text().replace('"weights": "exact"', '"weights": "int4"', 1))
+    write(given, LINES[:3])
+    assert "were made with weights int4" in run(*command).stderr
 
 
 def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:
@@ -269,6 +273,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
 
     A false alarm needs a machine that decodes 20 prompts of 100 tokens within 10 ms of the first.
     """
+    _build.outcome.cache_clear()  # what was found before this session's cache folder was set
     kernels.available()  # compiled now, as that would be announced
     given, output = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(20)]), tmp_path / "out.jsonl"
     options = (

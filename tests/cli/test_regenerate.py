@@ -172,6 +172,10 @@ def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, .
         "holds answers made otherwise: temperature 0.0 there, 0.5 now; last_only False there, True now; name another file" in other.stderr
     )
     assert (tmp_path / "own.jsonl").read_text() == before
+    rounded = before.replace('"activations": "exact"', '"activations": "int8"')
+    assert rounded != before
+    (tmp_path / "own.jsonl").write_text(rounded)
+    assert "activations int8 there, exact now" in run(*command).stderr
 
 
 BAD = {

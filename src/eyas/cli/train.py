@@ -109,8 +109,8 @@ def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     from eyas.train.loop import TrainConfig, train
     from eyas.train.trackers import check_trackers
 
-    check_source(given)
     check_exact(given)
+    check_source(given)
     config = TrainConfig(**options_of(given, ctx.meta.get(PANEL, {})))
     config.check_processes(processes())
     check_trackers(config.trackers)

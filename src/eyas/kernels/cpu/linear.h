@@ -46,7 +46,7 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
     using F = Form<W>;
     constexpr int MOST = F::rows;
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
-    const int64_t bytes = F::bytes(w.inputs), group = F::zero == 8 ? GROUP_BYTES / 4 : sizeof(W) == 1 && !F::digits ? PANEL : 128;  // what is read at once
+    const int64_t bytes = F::bytes(w.inputs);
     const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
     const Rows* ready = F::digits || crowded ? made_ready<F>(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
@@ -56,7 +56,7 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = i * M / count, rows = (i + 1) * M / count - m;
             const Input in = ready ? ready->from<F>(m, w.inputs) : Input{x + m * ldx, ldx, nullptr, nullptr, nullptr};
-            const Ahead ahead = count == 1 ? Ahead{panel + NEAR, group} : Ahead{panel + bytes + i * (bytes / count), group / count};
+            const Ahead ahead = count == 1 ? Ahead{panel + NEAR, F::step} : Ahead{panel + bytes + i * (bytes / count), F::step / count};
             tiles<W, MOST>(rows, in, (const W*)panel, w.inputs, ahead, scale, bias, y + m * ldy + n * width, ldy, end);
         }
     }

@@ -43,17 +43,17 @@ struct Nibbles { uint8_t byte; };  // two weights + 8, likewise; and scales
 
 template <class W>
 struct Form {
-    static constexpr int rows = TILE, digits = 0, zero = 0;
+    static constexpr int rows = TILE, digits = 0, zero = 0, step = sizeof(W) == 1 ? PANEL : 128;  // step: bytes that are read at once
     static int64_t group(int64_t inputs) { return inputs; }
     static int64_t bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }  // of a panel
 };
 template <int DIGITS>
 struct Form<Quad<DIGITS>> : Form<uint8_t> {
-    static constexpr int rows = 12 / DIGITS, digits = DIGITS, zero = 128;  // 24 sums, 2 weights and a digit in 32 registers
+    static constexpr int rows = 12 / DIGITS, digits = DIGITS, zero = 128, step = 128;  // 24 sums, 2 weights and a digit in 32 registers
 };
 template <int DIGITS>
 struct Form<Nibbles<DIGITS>> {
-    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, zero = 8;  // as many floats as there are sums of the least digits
+    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, zero = 8, step = GROUP_BYTES / 4;  // beside the sums as many floats as a digit has sums
     static int64_t group(int64_t) { return GROUP; }
     static int64_t bytes(int64_t inputs) { return inputs / GROUP * GROUP_BYTES; }
 };

@@ -114,6 +114,11 @@ class KVCache(Cache):
         return self.slots, *(store.data_ptr() for store in self._stores.values())
 
     @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """What it holds, [layers x {key, value}, B, H, slots, width] for each shape."""
+        return tuple(self._stores.values())
+
+    @property
     def width(self) -> int:
         """Slots below which the next forward attends."""
         return self._width

@@ -77,9 +77,13 @@ class Recorder(Protocol):
     """Records work that is the same operations for one key, and runs it again."""
 
     def __call__(
-        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], shifted: Sequence[Tensor],
+        work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> Cycle | None:  # fmt: skip
-        """What work leaves, in tensors that the next call overwrites; None: it cannot be recorded, and nothing was done."""
+        """What work leaves, in tensors that the next call overwrites; None: it cannot be recorded, and nothing was done.
+
+        shifted: what work changes where it lies, from what it finds there.
+        """
         ...
 
 
@@ -127,8 +131,9 @@ class Replay:
         sampling = tuple(replace(s, seed=0) for s in roots.sampling)
         drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
         places = self.target.cache.places, None if fixed is None else fixed.places
+        key, shifted = (room, sampling, noise.all_greedy, roots.decision.shape, drafted, places), () if fixed is None else fixed.shifted
         with clock.stage("target"):
-            cycle = self.recorder((room, sampling, noise.all_greedy, roots.decision.shape, drafted, places), inputs, state, work)
+            cycle = self.recorder(key, inputs, state, shifted, work)
         if draft is not None:
             return self._told(self.run(None, roots, clock, draft) if cycle is None else cycle, draft)
         if cycle is None:

@@ -48,7 +48,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "medusa", "suffix", "small_model"])
+@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None:
     """Guards the static inputs: rows of different ages, windows, texts that grow over a bucket's edge, whose cache then lies elsewhere."""
@@ -80,7 +80,7 @@ def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:
     assert list(tokens[0]) == list(plain_decode(model, request))
 
 
-WITH_ITS_DRAFT = ("vanilla", "eagle1", "eagle2", "eagle3", "medusa", "hydra")
+WITH_ITS_DRAFT = ("vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra")
 
 
 def address(tensor: Tensor) -> int:
@@ -192,7 +192,7 @@ class Moods(Policy):
         pass
 
 
-@pytest.mark.parametrize("name", ["eagle2", "eagle3", "medusa", "eagle1"])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
 def test_sleep_over_graphs(name: str) -> None:
     """Guards sessions that sleep, wake and are relieved by another method, whose cycles are recorded from the draft on: every change
     between these leaves the state where the next recording looks for it, in a shape that it knows. A draft that is right in loops."""
@@ -236,6 +236,25 @@ def test_fp8_is_refused_on_a_cpu() -> None:
         prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
     with pytest.raises(OptionError, match="fp8"):
         prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
+
+
+@pytest.mark.parametrize("crop", ["halves", "last", "none"])
+@pytest.mark.parametrize("window", [(2, 9), (0, 12), (4, BUCKET + 4)])
+def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
+    """Guards SEAGLE's windows in recordings, which trim in every cycle or in none: the trees that are drafted without them, for texts that
+    fill a window before, within and never in a bucket; rows of different ages, and a second request in a used row."""
+    target, found = Target(zoo.FAMILIES["llama"]()), []
+    kind, (sink, size) = drafters.find("seagle"), window
+    options = options_from(kind.Options, {**OPTIONS["seagle"], "window.sink": sink, "window.size": size, "window.crop": crop})
+    for graphs in (False, True):
+        used = target.run_with(GraphRunner(target, again)) if graphs else target
+        requests = [Request(prompt(n), 20, Sampling(0.7, seed=n)) for n in (7, BUCKET - 9, 30, BUCKET + 3)]
+        tokens, steps = run(decoder := Decoder(used, kind.random(used, options, seed=1), 2), requests)
+        drafted = [(step.draft, step.row) for step in steps if step.draft is not None]  # what an idle row would draft is nobody's business
+        found.append((tokens, [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafted]))
+    assert decoder.replay is not None
+    assert True in {key[4] is None for key in decoder.replay.recorder._recorded}, "cycles were recorded with their drafts"
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])

@@ -103,6 +103,7 @@ class Fixed:
     session: DraftSession
     state: Mapping[str, tuple[int, ...]]  # its tensors that a cycle reads and replaces, with their full shapes; they may get shorter ones
     places: tuple[int, ...] = ()  # where its caches lie in memory
+    shifted: tuple[Tensor, ...] = ()  # what a cycle shifts where it lies: run twice, it would be shifted twice
 
 
 class DraftSession(ABC):

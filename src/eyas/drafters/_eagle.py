@@ -175,11 +175,16 @@ class EagleSession(DraftSession):
         self.state = {name: tuple(getattr(self, name).shape) for name in state}
 
     def fixed(self, roots: Roots) -> Fixed | None:
-        if self.window or (self.drafter.draws and not roots.noise.all_greedy):  # the host trims windows, and judges what was drawn
+        if self.drafter.draws and not roots.noise.all_greedy:  # the host judges what was drawn
             return None
-        largest = self.drafter.largest
-        self.cache.reserve(roots.longest + max(ROOM, self.drafter.longest_path + (largest.depth * largest.branch if largest else 0)))
-        return Fixed(self, self.state, self.cache.places)
+        largest, held = self.drafter.largest, roots.longest
+        if self.window:
+            if max(self.bound) > sum(self.window):  # a prompt that was read whole
+                return None
+            held = min(held, sum(self.window))
+            self.bound = [held] * self.rows  # as if a text of that length filled it: each cycle trims it, or none does
+        self.cache.reserve(held + max(ROOM, self.drafter.longest_path + (largest.depth * largest.branch if largest else 0)))
+        return Fixed(self, self.state, self.cache.places, self.cache.stores if self.window else ())
 
     def keep(self, row: int, length: int) -> int:
         """Pair m-1 needs token m to be unchanged, so of `length` equal tokens the pairs before the last stay, if nothing cut is needed."""

@@ -102,12 +102,13 @@ class CycleRecorder:
         self._state: dict[tuple[int, str], Tensor] = {}  # what sessions keep, where recordings expect it
 
     def __call__(
-        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+        self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], shifted: Sequence[Tensor],
+        work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> Cycle | None:  # fmt: skip
         for one in state:
             self._settle(one, getattr(one.holder, one.name))
         if key not in self._recorded:
-            self._recorded[key] = self._record(inputs, state, work)
+            self._recorded[key] = self._record(inputs, state, shifted, work)
             if len(self._recorded) > MOST:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
@@ -130,10 +131,11 @@ class CycleRecorder:
         setattr(one.holder, one.name, mine)
 
     def _record(
-        self, inputs: Mapping[str, Tensor], state: Sequence[State], work: Callable[[Mapping[str, Tensor]], Cycle]
+        self, inputs: Mapping[str, Tensor], state: Sequence[State], shifted: Sequence[Tensor],
+        work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None:  # fmt: skip
         mine = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
-        before = [getattr(one.holder, one.name).clone() for one in state]
+        before, as_it_lay = [getattr(one.holder, one.name).clone() for one in state], [tensor.clone() for tensor in shifted]
 
         def run() -> Cycle:
             cycle = work(mine)
@@ -144,6 +146,8 @@ class CycleRecorder:
         def undo() -> None:
             for one, value in zip(state, before, strict=True):
                 self._settle(one, value)
+            for tensor, value in zip(shifted, as_it_lay, strict=True):
+                tensor.copy_(value)
 
         try:
             with self.alone():

@@ -3,7 +3,7 @@
 #
 #     SHAPES=small CONTEXTS=64,128 NEW=16 DEVICE=cpu KERNELS=auto sh runs/gpu.sh
 #
-# On a GPU (bfloat16; kernels on: whole cycles as CUDA graphs; off: without them):
+# On a GPU (bfloat16; kernels on: whole cycles as CUDA graphs; compile: with compiled layers; off: without either):
 #
 #     sh runs/gpu.sh
 #
@@ -14,7 +14,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 DEVICE=${DEVICE:-cuda}
 SHAPES=${SHAPES:-llama-7b llama-8b mixtral-8x7b}
 CONTEXTS=${CONTEXTS:-1024,4096,8192,16384}
-KERNELS=${KERNELS:-off on}
+KERNELS=${KERNELS:-off on compile}
 NEW=${NEW:-128}
 ROWS=${ROWS:-1,2,4,8,16}
 DENSE=0.79,0.74,0.72,0.73,0.67
@@ -32,9 +32,9 @@ for kernels in $KERNELS; do
             echo "==> $shape, context $context, kernels $kernels"
             "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels "$kernels" --prompts "$OUT/$shape/prompts-$context.jsonl" \
                 --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" --output "$OUT/$shape-$context-$kernels"
-            if [ "$kernels" = on ] && [ "$DEVICE" = cuda ]; then
+            if [ "$kernels" = compile ] && [ "$DEVICE" = cuda ]; then
                 echo "==> the same, drafts in fp8"
-                "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels on --draft-weights fp8 \
+                "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels compile --draft-weights fp8 \
                     --prompts "$OUT/$shape/prompts-$context.jsonl" --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" \
                     --output "$OUT/$shape-$context-fp8"
             fi

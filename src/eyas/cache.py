@@ -27,7 +27,7 @@ from eyas import kernels
 from eyas.kernels import Pass
 from eyas.nn import rope
 
-__all__ = ["KVCache", "Layout", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
+__all__ = ["DraftPart", "KVCache", "Layout", "Part", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 
@@ -38,6 +38,46 @@ def layout_of(cache: DynamicCache) -> Layout:
     """The layout that a model's own forward left in a DynamicCache."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
+
+
+class Part:
+    """Keys and values of one layer, and where the next forward's go. A layer that is compiled is handed this in place of the cache: nothing
+    in it says which layer it is, so that what is compiled serves all."""
+
+    def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int) -> None:
+        self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = key_RHSw, value_RHSw, row_R1, slot_RN, width
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """See `KVCache.update`."""
+        for held, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
+            held[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
+        return self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
+
+
+class DraftPart:
+    """A draft's cache as its next forward finds it: likewise for a draft net's layer.
+
+    raw: with a window, the place of keys as they are before rotation.
+    """
+
+    def __init__(self, part: Part, raw: Part | None, length_R: Tensor, visible_RNT: Tensor) -> None:
+        self.part, self.raw, self.length_R, self.visible_RNT, self.width = part, raw, length_R, visible_RNT, part.width
+
+    @property
+    def mask_R1NW(self) -> Tensor:
+        """bool: what the next nodes attend to."""
+        return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
+
+    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
+        """Not for kernels."""
+        return None
+
+    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""
+        key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
+        if self.raw is not None:
+            self.raw.update(key_RKNh, value_RKNh[..., :0])
+        return self.part.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh)
 
 
 class KVCache(Cache):
@@ -84,15 +124,19 @@ class KVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
+        return self.part(layer_idx).update(key_states, value_states)
+
+    def part(self, layer: int) -> Part:
+        """What the next forward finds and leaves in one layer."""
         if self._where is None:
             slot_RN = self._slots_of()
             self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
-        (row_R1, slot_RN), views = self._where, []
-        for states, (shape, entry) in zip((key_states, value_states), self._place[layer_idx], strict=True):
-            view = self._stores[shape][entry, self._span]
-            view[row_R1, :, slot_RN] = states.transpose(1, 2)
-            views.append(view[:, :, : self._width])
-        return views[0], views[1]
+        key, value = (self._stores[shape][entry, self._span] for shape, entry in self._place[layer])
+        return Part(key, value, *self._where, self._width)
+
+    def stores_of(self, layer: int) -> bool:
+        """Whether the layer stores something of its own."""
+        return layer in self._place
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
         """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
@@ -165,10 +209,14 @@ class WindowCache(KVCache):
         """The next nodes attend to the committed slots and to those of the T slots behind them that `visible` names."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
+    def now(self) -> DraftPart:
+        """As the next nodes find it."""
+        return DraftPart(self.part(0), None if self.window is None else self.part(1), self._length_R, self._visible_RNT)
+
     @property
     def mask_R1NW(self) -> Tensor:
         """bool: what the next nodes attend to."""
-        return slot_mask(self._length_R, self._visible_RNT, self._width)[:, None]
+        return self.now().mask_R1NW
 
     def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
         """The same for kernels, which store keys and values themselves; None: they do not know windows."""
@@ -180,11 +228,8 @@ class WindowCache(KVCache):
         )  # fmt: skip
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""
-        key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
-        if self.window is not None:
-            self.update(key_RKNh, value_RKNh[..., :0], 1)
-        return self.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh, 0)
+        """See `DraftPart.store`."""
+        return self.now().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
         """Forget what lies between the sinks and the window of each row; returns how many slots each row then has."""

@@ -118,6 +118,7 @@ def load(
         tokenizer: where it is not the target's own.
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
+            On a GPU "on" = CUDA graphs; "compile" = with layers by torch.compile.
         weights: "exact" = the target's as they are; "int8", "int4" = rounded, by the kernels: faster, and a target of its own.
         activations: what such weights are multiplied by: "exact" = as exact as float32; "int16", "int8" = rounded, by the kernels:
             larger trees pay, prompts are read faster, and a target of its own.

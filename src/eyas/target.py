@@ -32,6 +32,7 @@ from eyas import families
 from eyas.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.errors import FitError, ModelError, OptionError
 from eyas.kernels import EXACT, Form, Team
+from eyas.nn import Backend
 from eyas.tree import Seen, Tree, Verdict
 
 __all__ = ["OwnForward", "Runner", "Target", "TargetSession", "Work"]
@@ -62,7 +63,7 @@ class Runner(Protocol):
     """How a forward is run."""
 
     form: Form  # of linear layers; what is not exact is another target than the model
-    name: str  # "model": by its own code; "kernels": by ours; "graphs": its own, replayed
+    name: str  # "model": by its own code; "kernels": by ours; "graphs", "compiled graphs": its own, replayed
 
     def __call__(self, work: Work) -> Seen: ...
 
@@ -74,6 +75,11 @@ class Runner(Protocol):
     @property
     def team(self) -> Team:
         """Threads for what is computed beside it, at the moment."""
+        ...
+
+    @property
+    def backend(self) -> Backend | None:
+        """What torch.compile is to compile layers by, draft nets' too; None: nothing is compiled."""
         ...
 
     def likewise(self, other: Target, draft_weights: str) -> Target:
@@ -352,6 +358,7 @@ class OwnForward:
     name, form = "model", EXACT
     threads: int | None = None
     team: Team = None
+    backend = None
 
     def __call__(self, work: Work) -> Seen:
         target = work.target

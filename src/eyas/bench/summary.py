@@ -21,7 +21,12 @@ from eyas.tune.cost import verify_cost
 
 __all__ = ["summarise", "write"]
 
-RUNS_BY = {"kernels": "compiled kernels", "model": "its own forward", "graphs": "CUDA graphs"}
+RUNS_BY = {
+    "kernels": "compiled kernels",
+    "model": "its own forward",
+    "graphs": "CUDA graphs",
+    "compiled graphs": "CUDA graphs, compiled layers",
+}
 
 
 def summarise(

@@ -89,9 +89,10 @@ MODEL_BASE = stack(
     option(
         "Machine",
         "--kernels",
-        type=click.Choice(["auto", "on", "off"]),
+        type=click.Choice(["auto", "on", "compile", "off"]),
         default="auto",
-        help="Compiled kernels on a CPU: where they know the model; on: say it where they do not; off: its own forward.",
+        help="On a CPU compiled kernels: where they know the model; on: say it where they do not; off: its own forward. On a GPU on: CUDA "
+        "graphs; compile: with layers by torch.compile.",
     ),
     option(
         "Machine",

@@ -116,7 +116,7 @@ def _fast_paths() -> dict[str, str]:
 
     return {
         "compiled kernels (CPU)": kernels.why_not() or "built and loaded",
-        "CUDA graphs": "by --kernels on; not yet run on a GPU",
+        "CUDA graphs": "by --kernels on, with compiled layers by --kernels compile; not yet run on a GPU",
     }
 
 

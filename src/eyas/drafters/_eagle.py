@@ -27,7 +27,7 @@ from eyas.drafters._grow import DynamicTree, Growth
 from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.kernels import Pending
-from eyas.nn import LayerShape, rope_frequencies
+from eyas.nn import Compiled, LayerShape, rope_frequencies
 from eyas.target import Target
 from eyas.tree import Draft, Seen, Verdict
 
@@ -111,6 +111,12 @@ class EagleMethod(Drafter):
     def grower(self) -> Grower | None:
         """What grows its dynamic trees all levels at once, where kernels know the net."""
         return None if self.window() else grower_of(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
+
+    @cached_property
+    def compiled(self) -> Callable[..., Tensor] | None:
+        """The net's step (net, hidden, embeddings, positions, cache), where layers are compiled."""
+        backend = self.target.run.backend
+        return None if backend is None else Compiled(type(self.decoding).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -260,7 +266,10 @@ class EagleSession(DraftSession):
         begin_B1 = self.length_B[:, None]
         self.cache.at(slice(0, self.rows), lambda: begin_B1 + slot_BN, width)
         self.cache.see(self.length_B, visible_BNT)
-        return self.net(*self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN, self.cache)
+        inputs = *self._inputs(ids_BN, hidden_BND), begin_B1 + offset_BN
+        if self.drafter.compiled is None:
+            return self.net(*inputs, self.cache)
+        return self.drafter.compiled(self.net, *inputs, self.cache.now())
 
     def _catch_up(self, roots: Roots) -> Tensor:
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""

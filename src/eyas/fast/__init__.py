@@ -1,17 +1,20 @@
 """Faster ways to run the same forward.
 
 `prepared` gives a target the best of them that suits it and the machine. `cpu`: compiled kernels for families that it knows. `graphs`: the
-model's own forward as CUDA graphs. `attention`: grouped-query attention over trees without copies of keys and values.
+model's own forward as CUDA graphs. `compiled`: layers by torch.compile, in these. `attention`: grouped-query attention over trees without
+copies of keys and values.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from copy import copy
 
 import torch
 
 from eyas.errors import OptionError, near
+from eyas.fast.compiled import CompiledLayers
 from eyas.fast.cpu import UnsuitedError, runner
 from eyas.fast.graphs import GraphRunner
 from eyas.kernels import Form, adds_up_bytes
@@ -20,7 +23,8 @@ from eyas.target import Target
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
 
-KERNELS = ("auto", "on", "off")
+log = logging.getLogger(__name__)
+KERNELS = ("auto", "on", "compile", "off")
 WEIGHTS, ACTIVATIONS, DRAFT_WEIGHTS = ("exact", "int8", "int4"), ("exact", "int16", "int8"), ("exact", "fp8", "int4")
 
 
@@ -35,8 +39,8 @@ def prepared(
     """The target with its fastest runner.
 
     Args:
-        kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; off: the model's own
-            forward.
+        kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; compile: these with
+            layers by torch.compile, on a GPU only; off: the model's own forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
         weights: exact: as they are; int8, int4: rounded, by kernels only: a target of its own (`kernels.Form`). With int4 the layers; the
             head that gives logits is int8.
@@ -75,17 +79,28 @@ def _run_by(target: Target, kernels: str, own: bool, form: Form) -> Target:
             raise OptionError(f"{asked} are for the compiled kernels, and there are none for this model: {why}") from why
     if kernels == "off" or (kernels == "auto" and not own):
         return target
-    if target.device.type == "cuda":  # not yet run on one, so only where it is asked for
-        if kernels == "on" and (rope := _growing_rope(target)):
-            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=4)
-            return target
-        return target.run_with(GraphRunner(target)) if kernels == "on" else target
+    if target.device.type == "cuda":
+        return _by_graphs(target, kernels)
+    if kernels == "compile":
+        raise OptionError(f"kernels compile is for GPUs, and the target lies on {target.device}: leave it out")
     try:
         return target.run_with(runner(target))
     except UnsuitedError as why:
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
         return target
+
+
+def _by_graphs(target: Target, kernels: str) -> Target:
+    if kernels == "auto":  # not yet run on a GPU, so only where it is asked for
+        return target
+    if rope := _growing_rope(target):
+        warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
+        return target
+    if kernels == "on":
+        return target.run_with(GraphRunner(target))
+    log.info("layers are compiled at their first passes: a minute or so, once; torch keeps what it makes on disk")
+    return target.run_with(GraphRunner(target, compiled=CompiledLayers(target.family.layers)))
 
 
 def _multiplies_fp8(device: torch.device) -> bool:

@@ -56,6 +56,7 @@ class CpuRunner:
     """Runs a target's forwards by compiled kernels."""
 
     name = "kernels"
+    backend = None
 
     def __init__(self, target: Target, form: Form = EXACT) -> None:
         _refuse(target)

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from eyas.fast.attention import packed
+from eyas.fast.compiled import CompiledLayers
 from eyas.kernels import EXACT, Team
+from eyas.nn import Backend
 from eyas.replay import BUCKET, Cycle, State
 from eyas.target import OwnForward, Target, Work
 from eyas.tree import Seen
@@ -179,16 +181,25 @@ class _Inputs:
 
 
 class GraphRunner:
-    """Runs a target's passes by graphs."""
+    """Runs a target's passes by graphs.
 
-    name, form = "graphs", EXACT
+    Args:
+        compiled: the layers of the model, if they are to be compiled.
+    """
+
+    form = EXACT
     threads: int | None = None
     team: Team = None
 
-    def __init__(self, target: Target, capture: Capture | None = None) -> None:
+    def __init__(self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None) -> None:
         self.target, self.capture, self.own = target, capture or CudaCapture(target.device), OwnForward()
+        self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, Seen, Callable[[], None]] | None] = OrderedDict()
         self._alone = False  # a cycle is being recorded, so its pass is not
+
+    @property
+    def backend(self) -> Backend | None:
+        return None if self.compiled is None else self.compiled.backend
 
     def recorder(self) -> CycleRecorder:
         return CycleRecorder(self.capture, self._within)
@@ -202,7 +213,8 @@ class GraphRunner:
             self._alone = False
 
     def likewise(self, other: Target, draft_weights: str) -> Target:
-        return other.run_with(GraphRunner(other, self.capture))
+        layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
+        return other.run_with(GraphRunner(other, self.capture, layers))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.own.head(target, hidden)
@@ -243,4 +255,7 @@ class GraphRunner:
         T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
         work.cache.at(work.span, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
         with packed(self.target.family.layers):
-            return self.own(work)
+            if self.compiled is None:
+                return self.own(work)
+            with self.compiled.storing_in(work.cache):
+                return self.own(work)

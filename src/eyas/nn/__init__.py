@@ -3,6 +3,7 @@
 This room knows no method and no target.
 """
 
+from eyas.nn._compiled import Backend, Compiled
 from eyas.nn._fp8 import FP8_CAPABILITY, Fp8Linear, fp8
 from eyas.nn._layers import (
     Attention,
@@ -21,6 +22,7 @@ from eyas.nn._packed import Asking, Documents, packed_attention
 from eyas.nn._quick import QuickLinear, quick
 
 __all__ = [
-    "FP8_CAPABILITY", "Asking", "Attention", "DecoderLayer", "Documents", "DraftCache", "Fp8Linear", "FusedLayer", "Keys", "LayerShape",
-    "QuickLinear", "RMSNorm", "SwiGLU", "fp8", "grouped_attention", "packed_attention", "quick", "rope", "rope_frequencies",
+    "FP8_CAPABILITY", "Asking", "Attention", "Backend", "Compiled", "DecoderLayer", "Documents", "DraftCache", "Fp8Linear", "FusedLayer",
+    "Keys", "LayerShape", "QuickLinear", "RMSNorm", "SwiGLU", "fp8", "grouped_attention", "packed_attention", "quick", "rope",
+    "rope_frequencies",
 ]  # fmt: skip

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor
 import eyas
 import words
 import zoo
-from eyas import checkpoints
-from eyas.decode import Request
+from eyas import checkpoints, decode
+from eyas.decode import Decoder, Request
 from eyas.drafters.eagle1 import Method
 from eyas.errors import CheckpointError, InputError, ModelError, OptionError
 from eyas.llm import LLM
@@ -203,3 +203,31 @@ def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
         eyas.load(zoo.tiny("llama", vocab_size=words.VOCAB, hidden_size=32), folders[1])
     with pytest.raises(CheckpointError, match=f"vocabulary is {words.VOCAB}, the target's 200"):
         eyas.load(zoo.tiny("llama", vocab_size=200), folders[1])
+
+
+def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones, several rows, a broken-off stream."""
+    monkeypatch.setattr(decode, "KEPT", 1 << 30)
+    made = list[object]()
+    whole = Decoder.__init__
+
+    def counted(self: Decoder, *args: object, **kwargs: object) -> None:
+        made.append(self)
+        whole(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "__init__", counted)
+    fresh = LLM(llm.target, llm.drafter, llm.tokenizer)
+    for prompt in ("A long text, to begin with, of many words.", "Short.", "One in between."):
+        assert tuple(fresh.generate(prompt, max_new_tokens=12).token_ids) == plain(llm, prompt, 12)
+    assert len(made) == 1
+    drawn = LLM(llm.target, llm.drafter, llm.tokenizer).generate("Drawn.", max_new_tokens=12, temperature=1.0, seed=3)
+    assert fresh.generate("Drawn.", max_new_tokens=12, temperature=1.0, seed=3).token_ids == drawn.token_ids
+    next(iter(fresh.stream("Broken off", max_new_tokens=12)))
+    prompts = ["One row", "and another one", "and a third"]
+    for prompt, result in zip(prompts, fresh.generate(prompts, batch_size=2, max_new_tokens=8), strict=True):
+        assert tuple(result.token_ids) == plain(llm, prompt, 8)
+    monkeypatch.setattr(decode, "KEPT", 0)
+    fresh.generate("Large", max_new_tokens=4)
+    made.clear()
+    assert tuple(fresh.generate("Short.", max_new_tokens=12).token_ids) == plain(llm, "Short.", 12)
+    assert len(made) == 1, "large caches are given back"

@@ -33,6 +33,8 @@ from eyas.verify import verify
 
 __all__ = ["Clock", "Decision", "Decoder", "Policy", "Processor", "Request", "Step", "Verify", "Watch"]
 
+KEPT = 64 * 2**20  # bytes of keys and values that a decoder keeps between requests
+
 Verify = Callable[[Draft, Tensor, Tensor, Noise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
 Watch = Callable[[Roots, Draft, Tensor, Verdict], None]
 Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
@@ -154,6 +156,13 @@ class Decoder:
         """Whether another one made of these would do the same from now on."""
         same = self.model is target and self.method is drafter and self.policy is policy and len(self.rows) == rows
         return same and self.finished and not self.reuse
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it should serve again: recordings are made for where its caches lie; on a CPU new caches cost milliseconds, which shows
+        in short answers, and are kept where they are small."""
+        cache = self.target.cache
+        return self.replay is not None or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= KEPT)
 
     @property
     def finished(self) -> bool:

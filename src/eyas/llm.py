@@ -228,14 +228,14 @@ class LLM:
 
     @contextmanager
     def _decoder(self, rows: int = 1) -> Iterator[Decoder]:
-        """Its rows are empty. One that has recordings serves again: they are made for where its caches lie."""
+        """Its rows are empty; one that lasts serves again."""
         idle, self._idle = self._idle, None
         if idle is None or not idle.serves(self.target, self.drafter, rows, self.policy):
             idle = Decoder(self.target, self.drafter, rows, policy=self.policy)
         try:
             yield idle
         finally:
-            if idle.replay is not None and idle.finished:
+            if idle.finished and idle.lasts:
                 self._idle = idle
 
     @property

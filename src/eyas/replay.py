@@ -23,7 +23,7 @@ from torch import Tensor
 from eyas.drafters import DraftSession, Roots
 from eyas.sampling import Noise
 from eyas.target import TargetSession
-from eyas.tree import Draft, Seen, Tree, Verdict
+from eyas.tree import Draft, Drafted, Seen, Tree, Verdict
 
 __all__ = ["BUCKET", "Clock", "Cycle", "Recorder", "Replay", "State"]
 
@@ -139,7 +139,10 @@ class Replay:
         if cycle is None:
             return self.run(self.drafter, roots, clock, None)
         verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())  # the next roots, which another recording may overwrite
-        return replace(cycle, draft=_with(cycle.draft, {name: x.clone() for name, x in _tensors(cycle.draft).items()}), verdict=verdict)
+        left = _with(cycle.draft, {name: x.clone() for name, x in _tensors(cycle.draft).items()})
+        if (whole := left.drafted) is not None:
+            left = replace(left, drafted=Drafted(whole.parents_BX.clone(), whole.value_BX.clone()))
+        return replace(cycle, draft=left, verdict=verdict)
 
     def _told(self, cycle: Cycle, draft: Draft) -> Cycle:
         """The drafter, which is no part of the recording, is told what came of its draft, in tensors that nobody overwrites."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eyas.errors import OptionError
 
-__all__ = ["Choices", "Draft", "Seen", "Tree", "Verdict", "chain_choices", "check_choices", "merge", "twins"]
+__all__ = ["Choices", "Draft", "Drafted", "Seen", "Tree", "Verdict", "chain_choices", "check_choices", "merge", "twins"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,14 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """Everything that was drafted, X nodes, the root first, a parent before its children, siblings best first."""
+
+    parents_BX: Tensor  # int64; -1 for the root
+    value_BX: Tensor  # float32; as `Draft.value_BN`
+
+
+@dataclass(frozen=True)
 class Draft:
     """What a drafter proposes."""
 
@@ -104,6 +112,7 @@ class Draft:
     # replacement, in node order; None: children were chosen, not drawn
     block: bool = False  # with q: the tree is one chain, to be verified as a whole
     value_BN: Tensor | None = None  # float32; log of how probable the whole path to the node is held to be; only of grown trees
+    drafted: Drafted | None = None  # what a grown tree was chosen from
 
 
 @dataclass(frozen=True)

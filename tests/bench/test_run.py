@@ -344,7 +344,7 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     tree = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
 
     class Slow:
-        replay = None
+        lasts = False
 
         def __init__(self, *given: object, **more: object) -> None:
             now[0] += 5

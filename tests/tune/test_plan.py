@@ -6,9 +6,15 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+import zoo
 from curves import LIMIT, curve, drafted
-from eyas.drafters import Shape
+from eyas.drafters import Decision, Roots, Shape, find
+from eyas.drafters._base import options_from
+from eyas.sampling import Noise, Sampling
+from eyas.target import Target
+from eyas.tree import Draft
 from eyas.tune.cost import Costs
 from eyas.tune.plan import MEMORY, Acceptance, best, sizes
 
@@ -40,6 +46,42 @@ def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
             for i, tree in enumerate(trees, start=1):
                 expected += (worth(*tree, shape) - expected) / min(i, MEMORY)
         assert found[shape] == pytest.approx(expected, abs=1e-9), shape
+
+
+def grown(shape: Shape, law: Sampling) -> Draft:
+    """By a net, of one row."""
+    target = Target(zoo.FAMILIES["llama"]())
+    kind = find("eagle2")
+    drafter = kind.random(target, options_from(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4}), seed=1)
+    session, text = drafter.open(1), tuple(range(5, 40))
+    session.begin(0, 0, len(text))
+    target.open(1, drafter.wants).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
+    one_1, noise = torch.ones(1, dtype=torch.long), Noise.of((law,), target.device)
+    roots = Roots(7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), busy=(0,), decision=Decision(shape))
+    with torch.inference_mode():
+        return session.draft(roots)
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [Shape(4, 3, 3), Shape(12, 5, 4), Shape(64, 4, 2)])
+def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law: Sampling) -> None:
+    """Bug: a tree of as many nodes, but fewer levels, seems worse than it is, because nodes that it would have kept were not; what a larger
+    number of nodes would have held is not learnt. Against trees of every size that the same net grows there."""
+    draft, acceptance = grown(shape, law), Acceptance(Shape(64, 5, 4))
+    assert draft.drafted is not None
+    everything = draft.drafted.parents_BX[0].tolist(), draft.drafted.value_BX[0].tolist()
+    kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
+    assert len(everything[0]) == 1 + shape.branch + (shape.depth - 1) * shape.branch**2
+    acceptance.learn(*kept, shape, 1, everything)
+    seen = 0
+    for other in acceptance.shapes:
+        if other.depth <= shape.depth and other.branch <= shape.branch and other.nodes <= len(everything[0]):
+            values_BN = grown(other, law).value_BN
+            assert values_BN is not None
+            promised = float(acceptance._mean_ADGE[acceptance._cell(other)].sum())
+            assert promised == pytest.approx(float(values_BN[0, 1:].exp().sum()), abs=1e-5), other
+            seen += other.nodes > shape.nodes
+    assert seen or shape.nodes == 64
 
 
 def test_the_plan_is_the_best_of_all() -> None:

@@ -73,7 +73,7 @@ class Drafting(Contestant):
     ) -> None:  # fmt: skip
         """policy: keeps what it learns from question to question."""
         self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
-        self._idle: Decoder | None = None  # one that has recordings (graphs), which are made for where its caches lie
+        self._idle: Decoder | None = None  # one that lasts
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
@@ -97,7 +97,7 @@ class Drafting(Contestant):
                 yield step, step.at - since
                 since = step.at
             since = time.perf_counter()
-        if decoder.replay is not None and watch is None and clock is None:
+        if decoder.lasts and watch is None and clock is None:
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:

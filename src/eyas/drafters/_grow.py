@@ -31,7 +31,7 @@ from torch import Tensor
 from eyas.drafters._base import Roots, Shape
 from eyas.errors import OptionError, near
 from eyas.sampling import Noise, law, process
-from eyas.tree import Choices, Draft, Tree
+from eyas.tree import Choices, Draft, Drafted, Tree
 
 __all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
 
@@ -157,7 +157,10 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
         visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
     tokens_BX, own_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
     keep_BX = _best(value_BX, shape.nodes - 1)[1] if shape.rerank else torch.cat(beams, dim=1)
-    return _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
+    draft = _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
+    zero_B1 = torch.zeros_like(parent_BX[:, :1])
+    everything = Drafted(torch.cat([zero_B1 - 1, parent_BX + 1], dim=1), torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1))
+    return replace(draft, drafted=everything)
 
 
 def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:

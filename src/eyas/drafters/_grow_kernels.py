@@ -16,7 +16,7 @@ from eyas.drafters._base import Roots
 from eyas.drafters._grow import DynamicTree
 from eyas.nn import FusedLayer, QuickLinear
 from eyas.sampling import Sampling
-from eyas.tree import Draft, Tree
+from eyas.tree import Draft, Drafted, Tree
 
 if TYPE_CHECKING:
     from eyas.cache import WindowCache
@@ -109,4 +109,5 @@ class Grower:
         assert where is not None, "there is no window"
         grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
         tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
-        return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN)
+        drafted = Drafted(grown.drafted_parents_BX, grown.drafted_value_BX)
+        return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

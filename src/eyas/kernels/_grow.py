@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -65,7 +65,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree: int64 [B, N] tokens, parents and depths; float32 log q and values of whole paths; bool candidates [B, N], mask [B, N, N]."""
+    """A tree: int64 [B, N] tokens, parents and depths; float32 log q and values of whole paths; bool candidates [B, N], mask [B, N, N]. And
+    all that was drafted, the root first: parents and values [B, X].
+    """
 
     tokens_BN: Tensor
     parents_BN: Tensor
@@ -74,6 +76,8 @@ class Grown:
     value_BN: Tensor
     candidate_BN: Tensor
     mask_BNN: Tensor
+    drafted_parents_BX: Tensor
+    drafted_value_BX: Tensor
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
         torch.empty(B, N),
         torch.empty(B, N, dtype=torch.bool),
         torch.empty(B, N, N, dtype=torch.bool),
+        torch.empty(B, 1 + drafted, dtype=torch.long),
+        torch.empty(B, 1 + drafted),
     )
     with layer.lock:
         record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
@@ -108,12 +114,7 @@ def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roo
             plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
             _records.at(plan.noise_BLv), _records.at(plan.temperature_B),
         )  # fmt: skip
-        out = _records.Grown(
-            *map(
-                _records.at,
-                (grown.tokens_BN, grown.parents_BN, grown.depth_BN, grown.score_BN, grown.value_BN, grown.candidate_BN, grown.mask_BNN),
-            )
-        )
+        out = _records.Grown(*(_records.at(getattr(grown, field.name)) for field in fields(grown)))
         library().eyas_grow(
             byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
             *(c_void_p(x.data_ptr()) for x in (pending.features_BPF, pending.tokens_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),

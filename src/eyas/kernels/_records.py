@@ -64,4 +64,5 @@ class Plan(ctypes.Structure):
 
 
 class Grown(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "values", "candidates", "mask"))
+    _fields_ = tuple((name, c_void_p) for name in (
+        "tokens", "parents", "depths", "scores", "values", "candidates", "mask", "drafted_parents", "drafted_values"))  # fmt: skip

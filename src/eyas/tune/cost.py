@@ -42,8 +42,8 @@ __all__ = ["Costs", "draft_cost", "key_of", "measure", "place_of", "remembered",
 
 log = logging.getLogger(__name__)  # the command line shows what it says
 
-FORMAT = 1
-NODES = (1, 2, 4, 8, 16, 32, 64)
+FORMAT = 2
+NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # close where a tile of the kernels holds so many and not one more
 BRANCHES = (1, 2, 4, 8)
 LEVELS = 4  # of the deeper one of two drafts that tell what a level takes
 REPEATS = 7

@@ -44,9 +44,10 @@ SURE = 3  # drafted cycles before which nothing is judged
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
-REPLAN, LATER, REPLAN_LATER = 16, 128, 32  # drafted cycles between two plans; from `LATER` on less often; trees are learnt from as often
+REPLAN, LATER, REPLAN_LATER = 16, 128, 64  # drafted cycles between two plans; from `LATER` on less often; trees are learnt from as often
 JUDGE, SOON = 4, 16  # drafted cycles between two judgements; before `SOON` every one is judged
-GAIN = 1.03  # a plan that promises less is not worth a change
+CHANGE = 1.01  # a plan that promises less is not worth a change
+GAIN = 1.03  # what a smaller tree, or the spare, must promise over going without
 SMALLER = 2  # smaller trees that are tried before the head sleeps
 PRICE = 0.02  # of the plain cycles that follow, what an attempt may cost
 NAP, LONGEST_NAP = 64, 2048  # cycles
@@ -253,8 +254,10 @@ class Governor:
         """Learn from the row's tree; read after the cycle's one transfer, so nothing is waited for."""
         draft = step.draft
         if self.acceptance is not None and step.decision.shape is not None and draft is not None and draft.value_BN is not None:
-            parents, values = draft.tree.parents_BN[step.row].tolist(), draft.value_BN[step.row].tolist()
-            self.acceptance.learn(parents, values, step.decision.shape, len(step.path) - 1)
+            tree = draft.tree.parents_BN[step.row].tolist(), draft.value_BN[step.row].tolist()
+            whole = draft.drafted
+            drafted = None if whole is None else (whole.parents_BX[step.row].tolist(), whole.value_BX[step.row].tolist())
+            self.acceptance.learn(*tree, step.decision.shape, len(step.path) - 1, drafted)
 
     # --- what follows
 
@@ -315,7 +318,7 @@ class Governor:
             return
         self._scale(side, rows)
         found = self._plan(side, rows)
-        if found.shape != side.shape and found.rate > GAIN * self._expected(side, side.shape, rows).rate:
+        if found.shape != side.shape and found.rate > CHANGE * self._expected(side, side.shape, rows).rate:
             side.shape, side.drafted = found.shape, Yield()
 
     # --- trees
@@ -354,7 +357,7 @@ class Governor:
     def _larger(self, shape: Shape) -> Shape:
         assert self.acceptance is not None
         assert self.largest is not None
-        wanted = Shape(2 * shape.nodes, shape.depth + 2, shape.branch + 2).within(self.largest)
+        wanted = Shape(shape.nodes + 4, shape.depth + 2, shape.branch + 2).within(self.largest)
         held = [s for s in self.acceptance.shapes if s.within(wanted) == s]
         return max(held, key=lambda s: (s.nodes, s.depth, s.branch))
 

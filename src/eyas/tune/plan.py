@@ -2,14 +2,15 @@
 
     tokens a second  =  (1 + yield(nodes, depth, branch)) / cycle(nodes, depth, branch)
 
-`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted. What a smaller tree would have had is the
-best of a larger one's nodes; the sum of their values at a depth, a value being what the draft holds the path's probability to be, is what
-it promises there. Confidences foretell acceptance (EAGLE-2, figure 6) without being it, so each depth's promises are held to what came:
+`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted. What another tree would have had is the
+best of all nodes that were drafted, kept or not, as far as it would have drafted them. The sum of their values at a depth, a value being
+what the draft holds the path's probability to be, is what it promises there. Confidences foretell acceptance (EAGLE-2, figure 6) without
+being it, so each depth's promises are held to what came:
 
     accepted  =  1 - (1 - promised) ^ k        k such that it is right on the average of the trees so far; at most 1, whatever k
 
-Nothing is known at first: then a made-up tree speaks, which is held to what came in the same way. What a tree does not show (more nodes,
-levels or children than it has) is left to it. This module knows no clock and no method.
+Nothing is known at first: then a made-up tree speaks, which is held to what came in the same way. What was not drafted (more levels or
+children, more nodes than these make) is left to it. This module knows no clock and no method.
 Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value, S sizes.
 """
 
@@ -125,7 +126,10 @@ class Acceptance:
         """Of one of `shapes`."""
         return float(self.accepted_S[self.place[shape]])
 
-    def learn(self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int) -> None:
+    def learn(
+        self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int,
+        drafted: tuple[Sequence[int], Sequence[float]] | None = None,
+    ) -> None:  # fmt: skip
         """A tree that was drafted and verified.
 
         Args:
@@ -133,6 +137,7 @@ class Acceptance:
             values: the log of how probable the path to each node was held to be; 0 at the root.
             shape: as which it was grown.
             accepted: draft tokens of the accepted path.
+            drafted: parents and values of all nodes that it was chosen from, likewise; None: of these alone.
         """
         shape, levels_E = shape.within(self.limit), np.arange(1, self.limit.depth + 1)
         promised_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
@@ -142,7 +147,10 @@ class Acceptance:
             (self._foretold_E, foretold_E),
         ):  # fmt: skip
             sum_E[: shape.depth] = (1 - 1 / MEMORY) * sum_E[: shape.depth] + new_E[: shape.depth]
-        self._add(parents, values, shape)
+        if drafted is None:
+            self._add(parents, values, shape)
+        else:
+            self._add(*drafted, shape._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
         self._accepted_S = None
 
     def _find_nearest(self, shape: Shape) -> Shape:

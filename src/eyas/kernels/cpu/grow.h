@@ -26,6 +26,8 @@ struct Grown {  // [B, N] each, N nodes with the root; mask [B, N, N]
     int64_t *tokens, *parents, *depths;
     float *scores, *values;
     uint8_t *candidates, *mask;
+    int64_t* drafted_parents;  // [B, X] each: everything that was drafted, the root first
+    float* drafted_values;
 };
 
 struct Guess {  // a child: its place in the draft vocabulary, log q, and how likely the target draws it

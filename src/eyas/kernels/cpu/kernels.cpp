@@ -241,6 +241,10 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* g
         if ((int64_t)kept.size() > wanted) kept.resize(wanted);
         std::sort(kept.begin(), kept.end());
         keep(drafted[b], kept, roots[b], b, (int64_t)kept.size() + 1, *out);
+        int64_t* parents = out->drafted_parents + b * (size + 1);
+        float* values = out->drafted_values + b * (size + 1);
+        parents[0] = -1, values[0] = 0;
+        for (int64_t i = 0; i < size; i++) parents[i + 1] = drafted[b][i].parent + 1, values[i + 1] = drafted[b][i].value;
     }
 }
 }

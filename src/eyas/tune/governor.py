@@ -44,7 +44,9 @@ SURE = 3  # drafted cycles before which nothing is judged
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
-REPLAN, LATER, REPLAN_LATER = 16, 128, 64  # drafted cycles between two plans; from `LATER` on less often; trees are learnt from as often
+LATER = 128  # drafted cycles from which on less is looked at
+REPLAN, REPLAN_LATER = 16, 64  # drafted cycles between two plans
+CLOSELY, LOOK, LOOK_LATER = 24, 4, 32  # drafted cycles, at first, of which every tree is learnt from; then between two such cycles
 JUDGE, SOON = 4, 16  # drafted cycles between two judgements; before `SOON` every one is judged
 CHANGE = 1.01  # a plan that promises less is not worth a change
 GAIN = 1.03  # what a smaller tree, or the spare, must promise over going without
@@ -157,8 +159,13 @@ class Side:
         return self.plain / self.gain
 
     @property
+    def looks(self) -> bool:
+        """Whether this cycle's tree is learnt from."""
+        return self.cycles <= CLOSELY or self.cycles % (LOOK if self.cycles < LATER else LOOK_LATER) == 0
+
+    @property
     def replans(self) -> bool:
-        """Whether this cycle's tree is learnt from, and another planned."""
+        """Whether another tree is planned after this cycle."""
         return self.cycles % (REPLAN if self.cycles < LATER else REPLAN_LATER) == 0
 
 
@@ -241,7 +248,7 @@ class Governor:
         assert step.draft is not None
         kind = step.decision.shape, step.draft.tree.nodes
         side.usual.add(kind, step.seconds)
-        if explored or side.cycles <= 2 * SURE or side.replans:
+        if explored or side.looks:
             self._look(step)
         side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.rival / rows  # the first holds the waking
         if explored:

@@ -29,7 +29,7 @@ __all__ = ["Acceptance", "Plan", "best", "sizes"]
 
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # nodes that are tried
 BRANCHES = (1, 2, 3, 4, 6, 8, 10)
-MEMORY = 32  # trees that an estimate remembers; earlier ones fade
+MEMORY = 64  # trees that an estimate remembers; earlier ones fade
 PRIOR = 3  # trees that the made-up one weighs
 PRIOR_CHANCE, PRIOR_SHARE = 0.7, 0.2  # of it: of a first child; of each further child of what the one before had
 

@@ -33,7 +33,7 @@ from eyas.verify import verify
 
 __all__ = ["Clock", "Decision", "Decoder", "Policy", "Processor", "Request", "Step", "Verify", "Watch"]
 
-KEPT = 64 * 2**20  # bytes of keys and values that a decoder keeps between requests
+KEPT = 64 * 2**20  # bytes of the target's keys and values that a decoder keeps between requests
 
 Verify = Callable[[Draft, Tensor, Tensor, Noise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
 Watch = Callable[[Roots, Draft, Tensor, Verdict], None]

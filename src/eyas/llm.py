@@ -234,9 +234,10 @@ class LLM:
             idle = Decoder(self.target, self.drafter, rows, policy=self.policy)
         try:
             yield idle
-        finally:
-            if idle.finished and idle.lasts:
-                self._idle = idle
+        except GeneratorExit:  # a stream that is broken off has cancelled its request; after an error rows may hold anything
+            self._idle = idle if idle.finished and idle.lasts else None
+            raise
+        self._idle = idle if idle.finished and idle.lasts else None
 
     @property
     def method(self) -> str:

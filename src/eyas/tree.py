@@ -112,7 +112,7 @@ class Draft:
     # replacement, in node order; None: children were chosen, not drawn
     block: bool = False  # with q: the tree is one chain, to be verified as a whole
     value_BN: Tensor | None = None  # float32; log of how probable the whole path to the node is held to be; only of grown trees
-    drafted: Drafted | None = None  # what a grown tree was chosen from
+    drafted: Drafted | None = None  # of which a grown tree is the best
 
 
 @dataclass(frozen=True)

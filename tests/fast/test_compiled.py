@@ -102,6 +102,32 @@ def test_compiled_drafts(name: str) -> None:
     assert counter.frame_count <= 8
 
 
+def test_layers_that_are_left_out_leave_the_others_their_keys() -> None:
+    """Bug: layers get their part of the cache by their place in a list, which is another one's where a draft skips layers."""
+    target, found = Target(zoo.FAMILIES["llama"]()), []
+    kind = drafters.find("self_speculative")
+    for backend in (None, "eager"):
+        used = compiled(target, backend) if backend else target.run_with(GraphRunner(target, again))
+        drafter = kind.load(None, used, options_from(kind.Options, {"skip": "1"}))
+        tokens, steps = run(Decoder(used, drafter), [Request(prompt(20), 16, Sampling())])
+        found.append((tokens, [s.draft.tokens_BN.tolist() for s in steps if s.draft is not None]))
+    assert found[0] == found[1]
+
+
+def test_models_do_not_share_compilations() -> None:
+    """Bug: the code of one function is compiled for every model in turn, until torch gives up for all."""
+
+    def more(x: Tensor) -> Tensor:
+        return x + 1
+
+    counters = [CompileCounter() for _ in range(3)]
+    functions = [Compiled(more, counter, "more") for counter in counters]
+    for dtype in (torch.float32, torch.float64):
+        for function in functions:
+            assert function(torch.ones(3, dtype=dtype)).tolist() == [2, 2, 2]
+    assert [counter.frame_count for counter in counters] == [2, 2, 2]
+
+
 def test_by_inductor() -> None:
     """The backend that is used: generated code, which must write keys and values where they lie."""
     model, request = zoo.FAMILIES["llama"](), Request(prompt(7), 12, Sampling())

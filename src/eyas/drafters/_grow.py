@@ -160,7 +160,7 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     draft = _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
     everything = Drafted(torch.cat([zero_B1 - 1, parent_BX + 1], dim=1), torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1))
-    return replace(draft, drafted=everything)
+    return replace(draft, drafted=everything) if shape.rerank else draft  # else what is kept is not the best of it
 
 
 def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:

@@ -109,5 +109,5 @@ class Grower:
         assert where is not None, "there is no window"
         grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
         tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
-        drafted = Drafted(grown.drafted_parents_BX, grown.drafted_value_BX)
+        drafted = Drafted(grown.drafted_parents_BX, grown.drafted_value_BX) if shape.rerank else None
         return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

@@ -26,18 +26,19 @@ class CompiledLayers:
 
     def __init__(self, layers: nn.ModuleList, backend: Backend = "inductor") -> None:
         self.layers, self.backend = layers, backend
+        self.numbers = {layer: _number(layer, place) for place, layer in enumerate(layers)}
         self._by_type = {kind: _compiled(kind, backend) for kind in dict.fromkeys(map(type, layers))}
 
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:
         """Forwards of the model that store into `cache` take the compiled layers."""
-        free = [(number, layer) for number, layer in enumerate(self.layers) if "forward" not in layer.__dict__]  # else: somebody else's
-        for number, layer in free:
-            layer.__dict__["forward"] = self._forward(layer, number, cache)
+        free = [layer for layer in self.layers if "forward" not in layer.__dict__]  # in others somebody else has put something
+        for layer in free:
+            layer.__dict__["forward"] = self._forward(layer, self.numbers[layer], cache)
         try:
             yield
         finally:
-            for _, layer in free:
+            for layer in free:
                 del layer.__dict__["forward"]
 
     def _forward(self, layer: nn.Module, number: int, cache: KVCache) -> Callable[..., Any]:
@@ -51,10 +52,16 @@ class CompiledLayers:
         return forward
 
 
+def _number(layer: nn.Module, place: int) -> int:
+    """By which it looks its keys and values up: its own, also where other layers are left out."""
+    numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+    return next((number for number in numbers if isinstance(number, int)), place)
+
+
 def _compiled(kind: type[nn.Module], backend: Backend) -> Compiled:
     plain: Callable[..., Any] = kind.forward
 
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:  # of its own, so that models do not share a count of compilations
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return plain(layer, *args, **kwargs)
 
     return Compiled(forward, backend, f"the layers ({kind.__name__})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ class Compiled:
         name: what it is called in the warning.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: Backend, name: str) -> None:
+    def __init__(self, function: FunctionType | Callable[..., Any], backend: Backend, name: str) -> None:
         self.function, self.name, self.failed = function, name, False
-        self.compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+        own = FunctionType(  # compilations are kept with the code: those of another model with the same code would count here
+            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        self.compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes a second to import: only who compiles pays

@@ -32,11 +32,11 @@ for kernels in $KERNELS; do
             echo "==> $shape, context $context, kernels $kernels"
             "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels "$kernels" --prompts "$OUT/$shape/prompts-$context.jsonl" \
                 --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" --output "$OUT/$shape-$context-$kernels"
-            if [ "$kernels" = compile ] && [ "$DEVICE" = cuda ]; then
+            if [ "$kernels" != off ] && [ "$DEVICE" = cuda ]; then
                 echo "==> the same, drafts in fp8"
-                "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels compile --draft-weights fp8 \
+                "$PYTHON" -m eyas bench --target "$OUT/$shape" --device "$DEVICE" --dtype bfloat16 --kernels "$kernels" --draft-weights fp8 \
                     --prompts "$OUT/$shape/prompts-$context.jsonl" --methods "$METHODS" --simulate-acceptance "$rates" --max-new-tokens "$NEW" \
-                    --output "$OUT/$shape-$context-fp8"
+                    --output "$OUT/$shape-$context-$kernels-fp8"
             fi
         done
         echo "==> $shape, many rows, kernels $kernels"

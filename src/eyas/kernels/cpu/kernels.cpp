@@ -18,6 +18,9 @@ extern "C" {
 // Whether this machine has a use for int8 weights in quads.
 int64_t eyas_quads() { return QUADS_HERE; }
 
+// Whether it has matrix units, and the system lets this process use them.
+int64_t eyas_units() { return units_here; }
+
 // y [M, outputs] = x [M, inputs] through the matrix.
 void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t threads) {
 #pragma omp parallel num_threads(threads)

@@ -197,10 +197,10 @@ static void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahea
     for (int m = 0; m < ROWS; m++) finish(found[m][0], found[m][1], nullptr, bias, y + m * ldy, end);
 }
 
-// The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last; and of each group what takes `zero` off its
-// weights. What is not finite makes `step` NaN.
-template <int DIGITS>
-static void take_apart(const float* x, int64_t K, int64_t group, int zero, int64_t rows, int8_t* digits, float* step, int32_t* start) {
+// The digits of a row [K], K a multiple of 16: put(input, digit, 16 of them); and of each group, `stride` after the last, what takes `zero` off
+// its weights. What is not finite makes `step` NaN.
+template <int DIGITS, class Put>
+static void take_apart(const float* x, int64_t K, int64_t group, int zero, float* step, int32_t* start, int64_t stride, Put put) {
     // The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
     constexpr float MOST = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
     Floats most = all(1e-30f), broken = {};
@@ -218,13 +218,11 @@ static void take_apart(const float* x, int64_t K, int64_t group, int zero, int64
             __m512i digit = _mm512_cvtepi8_epi32(bytes);
             sums[d] = _mm512_add_epi32(sums[d], digit);
             rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, digit), 8);
-            int32_t fours[4];
-            _mm_storeu_si128((__m128i*)fours, bytes);
-            for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * DIGITS + d) * 4, fours + q, 4);
+            put(k, d, bytes);
         }
         if ((k + LANES) % group == 0) {
             for (int d = 0; d < DIGITS; d++) start[d] = -zero * _mm512_reduce_add_epi32(sums[d]), sums[d] = _mm512_setzero_si512();
-            start += rows * DIGITS;
+            start += stride;
         }
     }
 }
@@ -235,8 +233,8 @@ template <int ROWS, int DIGITS>
 static void tile(const Input&, const Quad<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
 template <int ROWS, int DIGITS>
 static void tile(const Input&, const Nibbles<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
-template <int DIGITS>
-static void take_apart(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*, int32_t*) {}
+template <int DIGITS, class Put>
+static void take_apart(const float*, int64_t, int64_t, int, float*, int32_t*, int64_t, Put) {}
 #endif
 
 template <class W, int ROWS>
@@ -275,11 +273,14 @@ struct Rows {
     void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
         const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first, group = F::group(K);
         for (int64_t m = first; m < first + rows; m++) {
-            if constexpr (F::digits > 0)
+            if constexpr (F::digits > 0) {
+                int8_t* digits = bytes.data() + (first * K + (m - first) * 4) * F::digits;
+                auto put = [&](int64_t k, int d, auto taken) {  // every four of them `rows` fours after the last
+                    for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * F::digits + d) * 4, (char*)&taken + 4 * q, 4);
+                };
                 take_apart<F::digits>(
-                    x + m * ldx, K, group, F::zero, rows, bytes.data() + (first * K + (m - first) * 4) * F::digits, &step[m],
-                    &start[(first * (K / group) + m - first) * F::digits]);
-            else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
+                    x + m * ldx, K, group, F::zero, &step[m], &start[(first * (K / group) + m - first) * F::digits], rows * F::digits, put);
+            } else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }
 };

@@ -197,12 +197,15 @@ static void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahea
     for (int m = 0; m < ROWS; m++) finish(found[m][0], found[m][1], nullptr, bias, y + m * ldy, end);
 }
 
+// The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
+template <int DIGITS>
+constexpr float most_of = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
+
 // The digits of a row [K], K a multiple of 16: put(input, digit, 16 of them); and of each group, `stride` after the last, what takes `zero` off
 // its weights. What is not finite makes `step` NaN.
 template <int DIGITS, class Put>
 static void take_apart(const float* x, int64_t K, int64_t group, int zero, float* step, int32_t* start, int64_t stride, Put put) {
-    // The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
-    constexpr float MOST = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
+    constexpr float MOST = most_of<DIGITS>;
     Floats most = all(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
         most = (Floats)_mm512_max_ps((__m512)most, _mm512_abs_ps((__m512)load(x + k)));

@@ -15,7 +15,7 @@
 template <class W>
 struct Units { static constexpr int parts = 0; };  // rows of units that a row is taken apart into; 0: these weights have none
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -44,7 +44,6 @@ struct Groups {
     }
     int64_t first(int64_t group) const { return group * M / count; }
     int64_t bytes(int64_t steps) const { return units * UNIT * steps; }  // of a group
-    int64_t at(int64_t row, int64_t step) const { return (step * units + row / rows) * UNIT + row % rows * DEEP; }
 };
 
 // Units of a group's rows, [step][unit][row][64 bytes], against a panel: sums [row][32].
@@ -85,15 +84,50 @@ struct alignas(64) Registers {  // their rows and the bytes of each, as _tile_lo
     }
 };
 
-// The three parts of a row [K] in bfloat16: put(input, part, 16 of them).
-template <class Put>
-static void take_halves(const float* x, int64_t K, Put put) {
-    for (int64_t k = 0; k < K; k += LANES) {
-        __m512 rest = (__m512)load(x + k);
+// The digits of a row [K], K a multiple of 64, as take_apart in tiles.h finds them: 64 of each to its own place, steps `stride` apart; and
+// what takes their zero off the weights.
+template <int DIGITS>
+static void take_digits(const float* x, int64_t K, float* step, int32_t* start, char* const* to, int64_t stride) {
+    constexpr float MOST = most_of<DIGITS>;
+    __m512i largest = _mm512_setzero_si512();  // of the numbers' sizes as whole numbers, among which what is not finite is above all others
+    for (int64_t k = 0; k < K; k += LANES) largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi32(0x7fffffff)));
+    const int32_t bits = _mm512_reduce_max_epi32(largest);
+    float top;
+    std::memcpy(&top, &bits, sizeof top);
+    top = top > 1e-30f ? top : 1e-30f;
+    *step = bits < 0x7f800000 ? top / MOST : NAN;
+    // All digits are moved up by 128, so that none is below zero and each is a byte of the whole.
+    const __m512i up = _mm512_set1_epi32(DIGITS == 1 ? 0x80 : DIGITS == 2 ? 0x8080 : 0x808080), sign = _mm512_set1_epi8(-128), ones = _mm512_set1_epi8(1);
+    const __m512 scale = _mm512_set1_ps(MOST / top);
+    alignas(64) static constexpr uint8_t EVERY_FOURTH[64] = {0,   4,   8,   12,  16,  20,  24,  28,  32,  36,  40,  44,  48,  52,  56,  60,
+                                                             64,  68,  72,  76,  80,  84,  88,  92,  96,  100, 104, 108, 112, 116, 120, 124};
+    __m512i sums[DIGITS] = {};
+    for (int64_t k = 0, at = 0; k < K; k += 4 * LANES, at += stride) {
+        __m512i whole[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) whole[i] = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k + i * LANES), scale)), up);
+#pragma GCC unroll 3
+        for (int d = 0; d < DIGITS; d++) {
+            const __m512i index = _mm512_add_epi8(_mm512_load_si512(EVERY_FOURTH), _mm512_set1_epi8(d));
+            const __m512i low = _mm512_permutex2var_epi8(whole[0], index, whole[1]), high = _mm512_permutex2var_epi8(whole[2], index, whole[3]);
+            const __m512i digit = _mm512_xor_si512(_mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1), sign);
+            dot(sums[d], ones, digit);
+            _mm512_storeu_si512(to[d] + at, digit);
+        }
+    }
+    for (int d = 0; d < DIGITS; d++) start[d] = -Form<Quad<DIGITS>>::zero * _mm512_reduce_add_epi32(sums[d]);
+}
+
+// The three parts of a row [K] in bfloat16, K a multiple of 32.
+static void take_halves(const float* x, int64_t K, char* const* to, int64_t stride) {
+    for (int64_t k = 0, at = 0; k < K; k += 2 * LANES, at += stride) {
+        __m512 first = _mm512_loadu_ps(x + k), second = _mm512_loadu_ps(x + k + LANES);
+#pragma GCC unroll 3
         for (int part = 0; part < 3; part++) {
-            const __m256i half = (__m256i)_mm512_cvtneps_pbh(rest);
-            put(k, part, half);
-            rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+            const __m256i low = (__m256i)_mm512_cvtneps_pbh(first), high = (__m256i)_mm512_cvtneps_pbh(second);
+            _mm512_storeu_si512(to[part] + at, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+            first = _mm512_sub_ps(first, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
+            second = _mm512_sub_ps(second, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
         }
     }
 }
@@ -112,32 +146,31 @@ struct UnitRows {
         if ((int64_t)start.size() < groups.M * groups.parts) start.resize(groups.M * groups.parts);
     }
 
-    const char* group(const Groups& groups, int64_t i, int64_t steps) const {
-        return (const char*)(((uintptr_t)bytes.data() + DEEP - 1) / DEEP * DEEP) + i * groups.bytes(steps);
+    char* group(const Groups& groups, int64_t i, int64_t steps) {
+        return (char*)(((uintptr_t)bytes.data() + DEEP - 1) / DEEP * DEEP) + i * groups.bytes(steps);
     }
 
     template <class W>
-    void fill(const Groups& groups, int64_t i, int64_t m, const float* x, int64_t K) {  // token m, of group i
-        constexpr int64_t inputs = Units<W>::inputs, width = DEEP / inputs;
-        char* to = (char*)group(groups, i, K / inputs);
-        const int64_t row = (m - groups.first(i)) * groups.parts;
-        auto put = [&](int64_t k, int part, auto taken) { std::memcpy(to + groups.at(row + part, k / inputs) + k % inputs * width, &taken, sizeof taken); };
-        if constexpr (width == 1) take_apart<Units<W>::parts>(x, K, K, Form<W>::zero, &step[m], &start[m * groups.parts], 0, put);
-        else take_halves(x, K, put);
+    void fill(const Groups& groups, int64_t i, const float* x, int64_t ldx, int64_t K) {
+        constexpr int parts = Units<W>::parts;
+        char* own = group(groups, i, K / Units<W>::inputs);
+        for (int64_t m = groups.first(i), row = 0; m < groups.first(i + 1); m++) {
+            char* to[parts];
+            for (int part = 0; part < parts; part++, row++) to[part] = own + row / groups.rows * UNIT + row % groups.rows * DEEP;
+            if constexpr (Units<W>::inputs == 64) take_digits<parts>(x + m * ldx, K, &step[m], &start[m * parts], to, groups.units * UNIT);
+            else take_halves(x + m * ldx, K, to, groups.units * UNIT);
+        }
     }
 };
 
 // As made_ready in tiles.h.
 template <class W>
-static const UnitRows* made_ready(const float* x, int64_t ldx, const Groups& groups, int64_t K) {
+static UnitRows* made_ready(const float* x, int64_t ldx, const Groups& groups, int64_t K) {
     static thread_local UnitRows own;
     UnitRows* made = &own;
-    auto fill = [&](int64_t i) {
-        for (int64_t m = groups.first(i); m < groups.first(i + 1); m++) made->fill<W>(groups, i, m, x + m * ldx, K);
-    };
     if (groups.M <= FEW) {
         made->fit<W>(groups, K);
-        for (int64_t i = 0; i < groups.count; i++) fill(i);
+        for (int64_t i = 0; i < groups.count; i++) made->fill<W>(groups, i, x, ldx, K);
         return made;
     }
 #pragma omp single copyprivate(made)
@@ -146,7 +179,7 @@ static const UnitRows* made_ready(const float* x, int64_t ldx, const Groups& gro
         made->fit<W>(groups, K);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < groups.count; i++) fill(i);
+    for (int64_t i = 0; i < groups.count; i++) made->fill<W>(groups, i, x, ldx, K);
     return made;
 }
 
@@ -171,7 +204,7 @@ static inline Floats put_together(const char* sums, const UnitRows& x, int64_t m
 template <class W>
 static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
     const Groups groups(M, Units<W>::parts);
-    const UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
+    UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
     const Registers registers(groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     alignas(64) char sums[48 * 128];

@@ -104,11 +104,11 @@ struct Group {
 
     const uint8_t* seen_by(int64_t n) const { return visible + (row * p.queries + first + n) * p.nodes; }
 
-    int64_t shared_slots() const {
+    int64_t shared_slots() const {  // whole sixteens from `begin` on: a rest is read along with the other nodes
         int64_t most = p.nodes;
         for (int64_t n = 0; n < queries; n++)
             if (const void* hidden = std::memchr(seen_by(n), 0, most)) most = (const uint8_t*)hidden - seen_by(n);
-        return p.length[row] + most;
+        return begin + (p.length[row] + most - begin) / LANES * LANES;
     }
 
     int64_t width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
@@ -116,14 +116,13 @@ struct Group {
     void each_shared(const float* from, Do act) const {  // act(place of the first, pointers, how many)
         const float* at[LANES];
         for (int64_t slot = begin; slot < shared; slot += LANES) {
-            int64_t count = shared - slot < LANES ? shared - slot : LANES;
-            for (int64_t j = 0; j < LANES; j++) at[j] = from + (slot + (j < count ? j : count - 1)) * stride;
-            act(slot - begin, at, count);
+            for (int64_t j = 0; j < LANES; j++) at[j] = from + (slot + j) * stride;
+            act(slot - begin, at, LANES);
         }
     }
 
     template <class Do>
-    int64_t each_node(int64_t n, const float* from, Do act) const {  // the same over the other nodes that a query sees; all that it sees
+    int64_t each_node(int64_t n, const float* from, Do act) const {  // the same over the other slots that a query sees; all that it sees
         const float* at[LANES];
         const uint8_t* seen = seen_by(n);
         int64_t place = shared - begin, count = 0;
@@ -132,7 +131,8 @@ struct Group {
             act(place, at, count);
             place += count, count = 0;
         };
-        for (int64_t t = shared - p.length[row]; t < p.nodes; t++) {
+        for (int64_t slot = shared; slot < p.length[row]; slot++) at[count++] = from + slot * stride;
+        for (int64_t t = std::max<int64_t>(shared - p.length[row], 0); t < p.nodes; t++) {
             if (uint64_t eight; t + 8 <= p.nodes && (std::memcpy(&eight, seen + t, 8), !eight)) {
                 t += 7;
                 continue;
@@ -196,7 +196,7 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slot
     const int64_t sharing = s.heads / s.kv_heads, per_row = p.rows * p.queries;
     // All heads that share keys together, unless that leaves threads without work; a window begins elsewhere for every query.
     const int64_t heads = sharing <= PAIRS && per_row * s.kv_heads >= p.threads ? sharing : 1;
-    const int64_t queries = layer.window ? 1 : PAIRS / heads, parts = (p.queries + queries - 1) / queries, sets = s.heads / heads;
+    const int64_t most = layer.window ? 1 : PAIRS / heads, parts = (p.queries + most - 1) / most, sets = s.heads / heads;
     const bool alone = parts == 1 && heads == sharing;  // a unit reads no new key but those that it places itself
     if (!alone) {
 #pragma omp for schedule(static)
@@ -204,13 +204,13 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const Slot
     }
 #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < p.rows * parts * sets; unit++) {
-        int64_t set = unit % sets, first = unit / sets % parts * queries, r = unit / sets / parts, k = set * heads / sharing;
+        const int64_t set = unit % sets, part = unit / sets % parts, r = unit / sets / parts, k = set * heads / sharing;
+        const int64_t first = part * p.queries / parts, count = (part + 1) * p.queries / parts - first;
         int64_t begin = 0;
         if (alone) place(layer, s, p, c, r, k);
         if (layer.window && p.position[r * p.queries + first] >= layer.window) begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
         const float *keys = c.keys + r * c.row + k * c.head, *values = c.values + r * c.row + k * c.head;
-        int64_t count = p.queries - first < queries ? p.queries - first : queries;
         Group<CHUNKS>{s, p, keys, values, layer.window ? p.near : p.visible, c.slot, r, first, count, set * heads, heads, begin, 0, p.scores + thread * PAIRS * p.most}.run();
     }
 }

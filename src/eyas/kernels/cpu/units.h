@@ -1,9 +1,8 @@
 // Products by matrix units (AMX), where the machine has them: sixteen rows by sixteen outputs, 64 bytes deep, with one operation.
 //
 // What a row of x is taken apart into are rows of their own here: its digits of eight bits, multiplied by quads, or its three parts in
-// bfloat16, whose sum it is to within 2^-24 of itself, multiplied by bfloat16 weights. Six of the eight registers hold sums, for both halves
-// of a panel, so up to 48 such rows pass a panel together: as many tokens as a tree has nodes cost little more than one, whose weights have
-// to be read all the same.
+// bfloat16, whose sum it is to within 2^-24 of itself, multiplied by bfloat16 weights. Up to 48 such rows pass a panel together, and further
+// ones while it is near: as many tokens as a tree has nodes cost little more than one, whose weights have to be read all the same.
 //
 // Sums of bytes are whole numbers, the same as in tiles.h to the last bit, so few rows, for which vectors are faster, are left to them.
 // Sums of bfloat16 are float32's, each row's for itself and always in this order, so they are made here for any number of rows.
@@ -33,12 +32,14 @@ struct Units<uint16_t> {
     static constexpr int parts = 3, least = 0, inputs = 32;
 };
 
+constexpr int FETCHED = 12;  // of the 16 pairs of lines that a step reads, as many are fetched for the next panel; the others while sums are used
+
 // M tokens in groups of equal size, as nearly as can be; the units of all groups have as many rows.
 struct Groups {
     int64_t M, parts, count, tokens, units, rows;
 
     Groups(int64_t M, int64_t parts) : M(M), parts(parts) {
-        const int64_t most = 48 / parts;
+        const int64_t most = (M * parts <= 48 ? 48 : 32) / parts;  // three units alone; of further groups two: they load less
         count = (M + most - 1) / most, tokens = (M + count - 1) / count;
         units = (tokens * parts + 15) / 16, rows = (tokens * parts + units - 1) / units;
     }
@@ -48,30 +49,56 @@ struct Groups {
 
 // Units of a group's rows, [step][unit][row][64 bytes], against a panel: sums [row][32].
 template <class W, int UNITS>
-static void multiply(const char* x, const char* w, int64_t steps, int64_t rows, void* sums) {
-#define EACH_SUM(act) act(0) act(1) act(2) act(3) act(4) act(5)
-#define CLEAR(i) _tile_zero(i);
-#define PRODUCT(i)                                            \
-    if constexpr (i % 3 < UNITS) {                            \
-        _tile_loadd(7, x + i % 3 * UNIT, DEEP);               \
-        if constexpr (Units<W>::inputs == 64) _tile_dpbsud(i, 7, 6); \
-        else _tile_dpbf16ps(i, 7, 6);                         \
-    }
-#define STORE_SUM(i) \
-    if constexpr (i % 3 < UNITS) _tile_stored(i, (char*)sums + i % 3 * rows * 128 + i / 3 * 64, 128);
-    EACH_SUM(CLEAR)
+static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, int64_t rows, char* sums) {
+#define PRODUCT(i, rows, outputs)                                         \
+    if constexpr (Units<W>::inputs == 64) _tile_dpbsud(i, rows, outputs); \
+    else _tile_dpbf16ps(i, rows, outputs);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
     for (; steps; steps--, x += UNITS * UNIT, w += STEP) {
-        for (int64_t i = 0; i < STEP; i += 64) __builtin_prefetch(w + NEAR + i);
+        for (int i = 0; i < FETCHED; i++) ahead.fetch();
         _tile_loadd(6, w, 2 * DEEP);
-        PRODUCT(0) PRODUCT(1) PRODUCT(2)
-        _tile_loadd(6, w + DEEP, 2 * DEEP);
-        PRODUCT(3) PRODUCT(4) PRODUCT(5)
+        _tile_loadd(7, x, DEEP);
+        PRODUCT(0, 7, 6)
+        if constexpr (UNITS == 2) {
+            _tile_loadd(4, w + DEEP, 2 * DEEP);
+            PRODUCT(1, 7, 4)
+            _tile_loadd(5, x + UNIT, DEEP);
+            PRODUCT(2, 5, 6)
+            PRODUCT(3, 5, 4)
+        }
+        if constexpr (UNITS == 3) {  // six sums leave two registers for what is multiplied
+            _tile_loadd(7, x + UNIT, DEEP);
+            PRODUCT(2, 7, 6)
+            _tile_loadd(7, x + 2 * UNIT, DEEP);
+            PRODUCT(4, 7, 6)
+        }
+        if constexpr (UNITS != 2) {
+            _tile_loadd(6, w + DEEP, 2 * DEEP);
+            if constexpr (UNITS == 3) {
+                PRODUCT(5, 7, 6)
+                _tile_loadd(7, x + UNIT, DEEP);
+                PRODUCT(3, 7, 6)
+                _tile_loadd(7, x, DEEP);
+            }
+            PRODUCT(1, 7, 6)
+        }
     }
-    EACH_SUM(STORE_SUM)
-#undef EACH_SUM
-#undef CLEAR
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 64, 128);
+    if constexpr (UNITS > 1) {
+        _tile_stored(2, sums + rows * 128, 128);
+        _tile_stored(3, sums + rows * 128 + 64, 128);
+    }
+    if constexpr (UNITS > 2) {
+        _tile_stored(4, sums + 2 * rows * 128, 128);
+        _tile_stored(5, sums + 2 * rows * 128 + 64, 128);
+    }
 #undef PRODUCT
-#undef STORE_SUM
 }
 
 struct alignas(64) Registers {  // their rows and the bytes of each, as _tile_loadconfig reads it
@@ -79,8 +106,8 @@ struct alignas(64) Registers {  // their rows and the bytes of each, as _tile_lo
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
 
-    explicit Registers(int64_t count) {
-        for (int i = 0; i < 8; i++) bytes[i] = DEEP, rows[i] = i == 6 ? 16 : count;
+    Registers(int64_t units, int64_t count) {
+        for (int i = 0; i < 8; i++) bytes[i] = DEEP, rows[i] = i == 6 || (units == 2 && i == 4) ? 16 : count;  // which hold weights, and which sums or rows
     }
 };
 
@@ -205,7 +232,7 @@ template <class W>
 static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
     const Groups groups(M, Units<W>::parts);
     UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
-    const Registers registers(groups.rows);
+    const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     alignas(64) char sums[48 * 128];
     _tile_loadconfig(&registers);
@@ -216,10 +243,12 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
         for (int64_t i = 0; i < groups.count; i++) {
             asm volatile("" ::: "memory");  // compilers do not know what units read
             const char* rows = ready->group(groups, i, steps);
-            if (groups.units == 1) multiply<W, 1>(rows, panel, steps, groups.rows, sums);
-            else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, groups.rows, sums);
-            else multiply<W, 3>(rows, panel, steps, groups.rows, sums);
+            Ahead ahead{panel + steps * STEP + i * (steps * STEP / groups.count), 128 / groups.count};  // of the next panel
+            if (groups.units == 1) multiply<W, 1>(rows, panel, steps, ahead, groups.rows, sums);
+            else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, ahead, groups.rows, sums);
+            else multiply<W, 3>(rows, panel, steps, ahead, groups.rows, sums);
             for (int64_t m = groups.first(i); m < groups.first(i + 1); m++) {
+                for (int64_t left = steps * (16 - FETCHED) / groups.tokens; left-- >= 0;) ahead.fetch();
                 const char* own = sums + (m - groups.first(i)) * groups.parts * 128;
                 finish(put_together<W>(own, *ready, m), put_together<W>(own + 64, *ready, m), scale, bias, y + m * ldy + n * width, end);
             }

@@ -84,6 +84,15 @@ static inline Floats sums(const Floats* a) {
 
 // e^x to about 2e-7 of itself; 0 below -87. x = n ln 2 + r, e^r by its series.
 static inline Floats exponential(Floats x) {
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    const __m512 top = _mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);  // the second where it is no number
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(top, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats r = (Floats)_mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), top));
+    Floats y = fma(r, all(1.0f / 5040), all(1.0f / 720));
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, all(c));
+    return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)y, n);
+#else
     x = x > 88.0f ? all(88.0f) : x;
     Ints tiny = x < -87.0f;
     x = tiny ? all(-87.0f) : x;
@@ -94,4 +103,5 @@ static inline Floats exponential(Floats x) {
     for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, all(c));
     y *= (Floats)((n + 127) << 23);
     return tiny ? Floats{} : y;
+#endif
 }

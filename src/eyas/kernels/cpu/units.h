@@ -32,7 +32,13 @@ struct Units<uint16_t> {
     static constexpr int parts = 3, least = 0, inputs = 32;
 };
 
-constexpr int FETCHED = 12;  // of the 16 pairs of lines that a step reads, as many are fetched for the next panel; the others while sums are used
+// Of the next panel's lines, of which a step reads 16 pairs, a group fetches its share: three quarters in its steps, the rest while its sums
+// are used.
+struct Share {
+    int64_t in_step, in_token;
+    Share(int64_t steps, int64_t groups, int64_t tokens)
+        : in_step(12 / groups), in_token((steps * 16 / groups - steps * in_step + tokens - 1) / tokens) {}
+};
 
 // M tokens in groups of equal size, as nearly as can be; the units of all groups have as many rows.
 struct Groups {
@@ -49,7 +55,7 @@ struct Groups {
 
 // Units of a group's rows, [step][unit][row][64 bytes], against a panel: sums [row][32].
 template <class W, int UNITS>
-static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, int64_t rows, char* sums) {
+static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, int64_t fetched, int64_t rows, char* sums) {
 #define PRODUCT(i, rows, outputs)                                         \
     if constexpr (Units<W>::inputs == 64) _tile_dpbsud(i, rows, outputs); \
     else _tile_dpbf16ps(i, rows, outputs);
@@ -60,7 +66,7 @@ static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, 
     _tile_zero(4);
     _tile_zero(5);
     for (; steps; steps--, x += UNITS * UNIT, w += STEP) {
-        for (int i = 0; i < FETCHED; i++) ahead.fetch();
+        for (int64_t i = 0; i < fetched; i++) ahead.fetch();
         _tile_loadd(6, w, 2 * DEEP);
         _tile_loadd(7, x, DEEP);
         PRODUCT(0, 7, 6)
@@ -234,6 +240,7 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
     UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
     const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
+    const Share share(steps, groups.count, groups.tokens);
     alignas(64) char sums[48 * 128];
     _tile_loadconfig(&registers);
 #pragma omp for schedule(static) nowait
@@ -243,12 +250,12 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
         for (int64_t i = 0; i < groups.count; i++) {
             asm volatile("" ::: "memory");  // compilers do not know what units read
             const char* rows = ready->group(groups, i, steps);
-            Ahead ahead{panel + steps * STEP + i * (steps * STEP / groups.count), 128 / groups.count};  // of the next panel
-            if (groups.units == 1) multiply<W, 1>(rows, panel, steps, ahead, groups.rows, sums);
-            else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, ahead, groups.rows, sums);
-            else multiply<W, 3>(rows, panel, steps, ahead, groups.rows, sums);
+            Ahead ahead{panel + steps * STEP + i * (steps * STEP / groups.count), 128};
+            if (groups.units == 1) multiply<W, 1>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
+            else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
+            else multiply<W, 3>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
             for (int64_t m = groups.first(i); m < groups.first(i + 1); m++) {
-                for (int64_t left = steps * (16 - FETCHED) / groups.tokens; left-- >= 0;) ahead.fetch();
+                for (int64_t f = 0; f < share.in_token; f++) ahead.fetch();
                 const char* own = sums + (m - groups.first(i)) * groups.parts * 128;
                 finish(put_together<W>(own, *ready, m), put_together<W>(own + 64, *ready, m), scale, bias, y + m * ldy + n * width, end);
             }

@@ -241,6 +241,7 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
     const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     const Share share(steps, groups.count, groups.tokens);
+    const bool brief = groups.count == 1 && groups.units < 3 && steps > 8;  // too little is done with a long panel for the next one to come whole
     alignas(64) char sums[48 * 128];
     _tile_loadconfig(&registers);
 #pragma omp for schedule(static) nowait
@@ -250,7 +251,7 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
         for (int64_t i = 0; i < groups.count; i++) {
             asm volatile("" ::: "memory");  // compilers do not know what units read
             const char* rows = ready->group(groups, i, steps);
-            Ahead ahead{panel + steps * STEP + i * (steps * STEP / groups.count), 128};
+            Ahead ahead{brief ? panel + NEAR : panel + steps * STEP + i * (steps * STEP / groups.count), 128};
             if (groups.units == 1) multiply<W, 1>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
             else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
             else multiply<W, 3>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);

@@ -223,7 +223,7 @@ class Decoder:
             self.target.commit(verdict, roots.active_B)
             if drafter is not None:
                 drafter.commit(draft, verdict, seen)
-        bad_B = torch.isnan(scores_BNV.amax((1, 2)))
+        bad_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.broken_B is None else verdict.broken_B
         columns = [verdict.length_B[:, None], verdict.bonus_B[:, None], bad_B[:, None].long(), verdict.tokens_BP, verdict.path_BP]
         return Cycle(draft, seen, scores_BNV, verdict, torch.cat(columns, 1))
 

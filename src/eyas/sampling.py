@@ -177,12 +177,12 @@ class Noise:
         noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
-    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> Tensor | None:
+    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor] | None:
         """int64 [B, N]: the largest score + TARGET noise at nodes of these depths below roots at `position`, by the compiled kernels, which
-        work out little of the noise; None where there are none."""
+        work out little of the noise; bool [B]: rows with a score that is not a number. None where there are no kernels."""
         if scores_BNV.device.type != "cpu" or not kernels.available():
             return None
-        return kernels.draw(scores_BNV, depth_BN, position_B, self.seed_B, self.greedy_B, self.TARGET)[0]
+        return kernels.draw(scores_BNV, depth_BN, position_B, self.seed_B, self.greedy_B, self.TARGET)
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
         """bool [B]: accept tests with these chances for the sibling-th child (0, 1, ...) of the node before `position_B`."""

@@ -131,6 +131,7 @@ class Verdict:
     tokens_BP: Tensor  # int64; the tokens of those nodes; past the end: 0
     length_B: Tensor  # int64; nodes on the path, the root counted: >= 1
     bonus_B: Tensor  # int64; the token after the path: the next root
+    broken_B: Tensor | None = None  # bool; rows with a score that is not a number, where that was seen on the way
 
 
 def twins(draft: Draft, other: Draft) -> Tensor:

@@ -47,13 +47,13 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -
     """
     tree = draft.tree
     if tree.nodes == 1 and draft.q_BNV is None:  # plain decoding
-        draw_B1 = _draw(tree, scores_BNV, position_B, noise)
-        return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0])
+        draw_B1, broken_B = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0], broken_B)
     if draft.q_BNV is None and draft.tokens_BN.device.type == "cpu" and kernels.available():
-        draw_BN = _draw(tree, scores_BNV, position_B, noise)
-        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
+        draw_BN, broken_B = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1), broken_B)
     torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
-    draw_BN = _draw(tree, scores_BNV, position_B, noise)
+    draw_BN, _ = _draw(tree, scores_BNV, position_B, noise)
     accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)
     if draft.q_BNV is not None:
         judge = _judge_block if draft.block else _reject
@@ -70,17 +70,18 @@ def _twins(tree: Tree, tokens_BN: Tensor) -> Tensor:
     return (same_BNN & both_BNN).triu(1)
 
 
-def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Tensor:
-    """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position."""
-    if (draw_BN := noise.draw(scores_BNV, tree.depth_BN, position_B)) is not None:
-        return draw_BN
+def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> tuple[Tensor, Tensor | None]:
+    """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position. And what is said of
+    broken rows (`Verdict`)."""
+    if (drawn := noise.draw(scores_BNV, tree.depth_BN, position_B)) is not None:
+        return drawn
     position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
     if noise.all_greedy:
-        return scores_BNV.argmax(-1)
+        return scores_BNV.argmax(-1), None
     logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
     gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
     depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
-    return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1)
+    return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
 
 
 def _follow(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -139,31 +140,73 @@ def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
     assert broken[:5, :3].isfinite().all(), "neither spreads"
 
 
-@pytest.fixture
-def lesser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+@contextmanager
+def lesser(flags: list[str], folder: Path) -> Iterator[None]:
     """Kernels as a lesser machine of this kind builds them."""
     _build.outcome.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        patch.setattr(_build, "FLAGS", (*_build.FLAGS, *request.param))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(_build, "FLAGS", (*_build.FLAGS, *flags))
         yield
     _build.outcome.cache_clear()
 
 
 @needs
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names units of x86 processors")
-@pytest.mark.parametrize("lesser", [["-mno-avx512vnni"], ["-mno-avx512f"], ["-march=x86-64"]], indirect=True, ids=lambda flags: flags[0])
-@pytest.mark.usefixtures("lesser")
-def test_lesser_machines() -> None:
+@pytest.mark.parametrize("flag", ["-mno-avx512vnni", "-mno-avx512f", "-march=x86-64"])
+def test_lesser_machines(flag: str, tmp_path: Path) -> None:
     """Guards what this machine leaves out: int8 as floats, AVX2, and plain vectors."""
-    assert kernels.available()
-    for kind in (torch.float32, torch.bfloat16, torch.int8):
-        weight, x = stored(kind), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
-        matrix = kernels.pack(weight)
-        assert matrix.data.dtype == kind
-        together = kernels.linear(matrix, x)
-        torch.testing.assert_close(together, x @ weight.T, rtol=1e-5, atol=1e-4)
-        assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+    with lesser([flag], tmp_path):
+        assert kernels.available()
+        for kind in (torch.float32, torch.bfloat16, torch.int8):
+            weight, x = stored(kind), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
+            matrix = kernels.pack(weight)
+            assert matrix.data.dtype == kind
+            together = kernels.linear(matrix, x)
+            torch.testing.assert_close(together, x @ weight.T, rtol=1e-5, atol=1e-4)
+            assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+
+
+units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_units()), reason="a CPU without matrix units (AMX)")
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)  # around every number of rows and groups
+
+
+@units_only
+@pytest.mark.parametrize("inputs", [64, 448, 1024])
+@pytest.mark.parametrize("rounded", [kernels.Form(activations=name) for name in ("exact", "int16", "int8")], ids=str)
+def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.Form, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Guards digits, sums and their order: what units find for quads is what vectors find, for any number of rows, panels of both threads,
+    a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
+    weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
+    matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(3)
+    rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
+    rows[24][5], rows[33][7, 3], rows[33][9, 2], rows[48][4] = 0, torch.inf, torch.nan, torch.inf
+    found = {M: kernels.linear(matrix, x) for M, x in rows.items()}
+    with lesser(["-mno-amx-int8"], tmp_path_factory.getbasetemp() / "no units"):  # built for the first of these tests
+        assert kernels.adds_up_bytes()
+        assert not kernels.has_units()
+        for M, x in rows.items():
+            torch.testing.assert_close(found[M], kernels.linear(matrix, x), rtol=0, atol=0, equal_nan=True)
+    assert found[33].isfinite().all(1).tolist() == [row not in (7, 9) for row in range(33)]
+
+
+@units_only
+@pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
+def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
+    """Guards what bfloat16 weights are multiplied by in matrix units: no more is lost than by float32's own sums, and a row has the same
+    bits alone and among any number of others."""
+    weight, generator = stored(torch.bfloat16, 70, inputs), torch.Generator().manual_seed(5)
+    matrix = kernels.pack(weight)
+    assert matrix.kind == "bfloat16"
+    x = torch.randn(130, inputs, generator=generator) * 10.0 ** torch.linspace(-15, 15, 130)[:, None]
+    alone = torch.cat([kernels.linear(matrix, row[None]) for row in x])
+    for M in SIZES:
+        assert torch.equal(kernels.linear(matrix, x[:M]), alone[:M])
+    exact = x.double() @ weight.double().T
+    error, usual = (((y - exact).norm(dim=1) / exact.norm(dim=1)).mean() for y in (alone, x @ weight.T))
+    assert error < 1.2 * usual
+    x[5, 1], x[6, 2] = torch.inf, torch.nan
+    assert kernels.linear(matrix, x).isfinite().all(1).tolist() == [row not in (5, 6) for row in range(130)]
 
 
 @needs

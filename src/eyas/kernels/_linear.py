@@ -15,7 +15,8 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 
 __all__ = [
-    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "guessing", "head", "linear", "pack", "pack_gated", "rms_norm",
+    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "guessing", "has_units", "head", "linear", "pack",
+    "pack_gated", "rms_norm",
 ]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
@@ -144,6 +145,11 @@ def _fours(weight_OI: Tensor) -> Tensor:
 def adds_up_bytes() -> bool:
     """Whether this machine adds up products of bytes (AVX-512 VNNI): then int8 weights are kept for that."""
     return bool(library().eyas_quads())
+
+
+def has_units() -> bool:
+    """Whether it has matrix units (AMX), which this process may use: then int8 and bfloat16 weights are multiplied there."""
+    return bool(library().eyas_units())
 
 
 def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:

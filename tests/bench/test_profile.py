@@ -13,6 +13,7 @@ from eyas.bench import cost
 from eyas.bench.cost import Need
 from eyas.bench.profile import bound, cycles_of, trace_names
 from eyas.decode import Decision, Step
+from eyas.fast import prepared
 from eyas.target import Target
 from eyas.tree import Draft, Tree
 
@@ -106,8 +107,9 @@ def test_traces_have_names_of_their_own() -> None:
     assert not any("/" in name or len(name) > 120 for name in names)
 
 
-def test_a_rate_is_measured() -> None:
-    """Bug: no rate where there could be one. Timing is not asserted."""
-    rate = cost.flop_rate(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("by", ["off", "on"])
+def test_a_rate_is_measured(by: str) -> None:
+    """Bug: no rate where there could be one, by torch or by kernels. Timing is not asserted."""
+    rate = cost.flop_rate(prepared(Target(zoo.FAMILIES["llama"]()), kernels=by))
     assert rate is not None
     assert rate > 0

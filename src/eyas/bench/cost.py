@@ -70,18 +70,25 @@ def bandwidth(device: torch.device) -> float | None:
     return numbers.numel() * numbers.element_size() / best
 
 
-def flop_rate(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Floating-point operations per second of this device in this dtype, all threads together: the best of some products of matrices.
+def flop_rate(target: Target) -> float | None:
+    """Floating-point operations per second of the target's device in its dtype, all threads together: the best of some products of
+    matrices, by torch and, where kernels run it, by the target's own head: whole numbers can be faster.
 
-    None where it has none of this dtype, or no memory for them.
+    None where the device has none of this dtype, or no memory for them.
     """
+    device = target.device
     size = 8192 if device.type == "cuda" else 1024
     try:
-        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        matrix = torch.ones(size, size, device=device, dtype=target.dtype)
         best = min(seconds_of(lambda: matrix @ matrix, device) for _ in range(REPEATS))
     except RuntimeError:
         return None
-    return 2 * size**3 / best
+    rate = 2 * size**3 / best
+    if target.by_kernels:
+        hidden_MD = torch.ones(size, target.hidden_size)
+        best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
+        rate = max(rate, 2 * size * target.hidden_size * target.vocab_size / best)
+    return rate
 
 
 def memory(device: torch.device) -> int | None:

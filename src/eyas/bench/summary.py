@@ -53,7 +53,7 @@ def summarise(
         probes[name] = found
     bandwidth, weights, rate, profiles = cost.bandwidth(device), cost.bytes_per_step(target), None, {}
     if traces is not None:
-        rate = cost.flop_rate(device, target.dtype)
+        rate = cost.flop_rate(target)
         for name, found in profile(bench, bandwidth, rate, traces):
             on_prompt(jobs, jobs, f"profiled {name}")
             profiles[name] = found

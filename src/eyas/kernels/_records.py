@@ -1,4 +1,4 @@
-"""The records that kernels are handed, field by field as in cpu/linear.h, layers.h and grow.h."""
+"""The records that kernels are handed, field by field as in cpu/records.h and grow.h."""
 
 from __future__ import annotations
 

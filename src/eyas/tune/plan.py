@@ -159,22 +159,25 @@ class Acceptance:
 
     def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
         """What the tree says about every size that it holds."""
-        depth_X, value_X = np.array(_depths(parents)), np.exp(np.array(values))
+        depths = _depths(parents)
+        levels = [list[int]() for _ in range(1 + max(depths))]
+        for n, depth in enumerate(depths):
+            levels[depth].append(n)
+        depth_X, value_X = np.array(depths), np.exp(np.array(values))
         order_X = np.lexsort((np.arange(len(parents)), -value_X))  # a parent is no less probable, and comes before its children
         order_X = order_X[order_X > 0]
         levels_E = np.arange(1, self.limit.depth + 1)
         promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_E)
         level_XD = depth_X[order_X, None] <= levels_E[: shape.depth]
         sizes_G = np.array([n for n in self.nodes if n <= shape.nodes])
-        for a, branch in enumerate(self.branches):
-            if branch > shape.branch:
-                break
-            has_XD = _drafted_with(parents, values, depth_X, branch)[order_X, None] & level_XD
-            held_XDG = has_XD[..., None] & (has_XD.cumsum(0)[..., None] < sizes_G)
-            cells = (a, slice(0, shape.depth), slice(0, len(sizes_G)))
-            self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + 1, MEMORY)
-            new_DGE = np.tensordot(held_XDG, promised_XE, (0, 0))
-            self._mean_ADGE[cells] += (new_DGE - self._mean_ADGE[cells]) / self._count_ADG[cells][..., None]
+        branches = [branch for branch in self.branches if branch <= shape.branch]
+        drafted_AX = np.array([_drafted_with(parents, values, levels, branch) for branch in branches])
+        has_AXD = drafted_AX[:, order_X, None] & level_XD
+        held_AXDG = has_AXD[..., None] & (has_AXD.cumsum(1)[..., None] < sizes_G)
+        cells = (slice(0, len(branches)), slice(0, shape.depth), slice(0, len(sizes_G)))
+        self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + 1, MEMORY)
+        new_ADGE = np.tensordot(held_AXDG, promised_XE, (1, 0))
+        self._mean_ADGE[cells] += (new_ADGE - self._mean_ADGE[cells]) / self._count_ADG[cells][..., None]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
@@ -184,19 +187,20 @@ def _depths(parents: Sequence[int]) -> list[int]:
     return depth
 
 
-def _drafted_with(parents: Sequence[int], values: Sequence[float], depth_X: Array, branch: int) -> Array:
-    """bool [X]: the nodes that growing with this branch would have drafted: `branch` children of the `branch` best nodes of each level."""
+def _drafted_with(parents: Sequence[int], values: Sequence[float], levels: Sequence[Sequence[int]], branch: int) -> list[bool]:
+    """[X]: the nodes that growing with this branch would have drafted: `branch` children of the `branch` best nodes of each level."""
     drafted, children = [True] * len(parents), [0] * len(parents)
-    levels: dict[int, list[int]] = {}
-    for n, depth in enumerate(depth_X.tolist()):
-        levels.setdefault(depth, []).append(n)
     expanded = {0}
-    for depth in range(1, len(levels)):
-        for n in levels[depth]:  # siblings stand best first
-            drafted[n] = parents[n] in expanded and children[parents[n]] < branch
-            children[parents[n]] += 1
-        expanded = set(sorted((n for n in levels[depth] if drafted[n]), key=lambda n: -values[n])[:branch])
-    return np.array(drafted)
+    for level in levels[1:]:
+        found = []
+        for n in level:  # siblings stand best first
+            parent = parents[n]
+            drafted[n] = parent in expanded and children[parent] < branch
+            children[parent] += 1
+            if drafted[n]:
+                found.append(n)
+        expanded = set(found if len(found) <= branch else sorted(found, key=values.__getitem__, reverse=True)[:branch])
+    return drafted
 
 
 def _made_up(limit: Shape) -> tuple[list[int], list[float]]:

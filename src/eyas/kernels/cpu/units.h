@@ -4,7 +4,7 @@
 // bfloat16, whose sum it is to within 2^-24 of itself, multiplied by bfloat16 weights. Up to 48 such rows pass a panel together, and further
 // ones while it is near: as many tokens as a tree has nodes cost little more than one, whose weights have to be read all the same.
 //
-// Sums of bytes are whole numbers, the same as in tiles.h to the last bit, so few rows, for which vectors are faster, are left to them.
+// Sums of bytes are whole numbers, the same as in tiles.h to the last bit, so one or two tokens, for which vectors are faster, are left to them.
 // Sums of bfloat16 are float32's, each row's for itself and always in this order, so they are made here for any number of rows.
 #pragma once
 
@@ -18,7 +18,7 @@ struct Units { static constexpr int parts = 0; };  // rows of units that a row i
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// The system hands out the registers' room to processes that ask for it (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA).
+// Linux hands out the registers' room to processes that ask for it (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA).
 static const bool units_here = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 constexpr int64_t DEEP = 64, UNIT = 16 * DEEP, STEP = 2 * UNIT;  // bytes: of a row in a unit, of a unit, of a panel that a step reads
@@ -32,10 +32,10 @@ struct Units<uint16_t> {
     static constexpr int parts = 3, least = 0, inputs = 32;
 };
 
-// Of the next panel's lines, of which a step reads 16 pairs, a group fetches its share: three quarters in its steps, the rest while its sums
-// are used.
+// Of the next panel's lines, of which a step reads 16 pairs, a group fetches its share: most of it in its steps, the rest while its sums are
+// put together, so that memory never waits.
 struct Share {
-    int64_t in_step, in_token;
+    int64_t in_step, in_token;  // pairs
     Share(int64_t steps, int64_t groups, int64_t tokens)
         : in_step(12 / groups), in_token((steps * 16 / groups - steps * in_step + tokens - 1) / tokens) {}
 };
@@ -241,7 +241,7 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
     const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     const Share share(steps, groups.count, groups.tokens);
-    const bool brief = groups.count == 1 && groups.units < 3 && steps > 8;  // too little is done with a long panel for the next one to come whole
+    const bool brief = groups.count == 1 && groups.units < 3 && steps > 8;  // of a long panel only what comes next is fetched: the caches are small
     alignas(64) char sums[48 * 128];
     _tile_loadconfig(&registers);
 #pragma omp for schedule(static) nowait

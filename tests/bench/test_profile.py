@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from eyas import drafters
+from eyas import drafters, kernels
 from eyas.bench import cost
 from eyas.bench.cost import Need
 from eyas.bench.profile import bound, cycles_of, trace_names
@@ -110,6 +110,11 @@ def test_traces_have_names_of_their_own() -> None:
 @pytest.mark.parametrize("by", ["off", "on"])
 def test_a_rate_is_measured(by: str) -> None:
     """Bug: no rate where there could be one, by torch or by kernels. Timing is not asserted."""
-    rate = cost.flop_rate(prepared(Target(zoo.FAMILIES["llama"]()), kernels=by))
+    model = zoo.tiny("llama", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    if by == "on" and not kernels.available():
+        pytest.skip(f"no kernels here: {kernels.why_not()}")
+    target = prepared(Target(model), kernels=by)
+    assert target.by_kernels == (by == "on")
+    rate = cost.flop_rate(target)
     assert rate is not None
     assert rate > 0

@@ -43,7 +43,7 @@ FIRST = 3  # plain cycles at the very beginning, of which the first warms up
 SURE = 3  # drafted cycles before which nothing is judged
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
-EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees
+EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees: at first, and half as many more each time, at most
 LATER = 128  # drafted cycles from which on less is looked at
 REPLAN, REPLAN_LATER = 16, 64  # drafted cycles between two plans
 CLOSELY, LOOK, LOOK_LATER = 24, 4, 32  # drafted cycles, at first, of which every tree is learnt from; then between two such cycles
@@ -252,7 +252,7 @@ class Governor:
             self._look(step)
         side.spent += (step.seconds if side.cycles == 1 else side.usual[kind]) - tokens * side.rival / rows  # the first holds the waking
         if explored:
-            side.explored, side.explore = 0, min(2 * side.explore, LONGEST_EXPLORE)
+            side.explored, side.explore = 0, min(side.explore + side.explore // 2, LONGEST_EXPLORE)
         else:
             side.drafted.add(tokens, kind)
             self._judge(side, rows)

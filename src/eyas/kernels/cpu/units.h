@@ -45,7 +45,7 @@ struct Groups {
     int64_t M, parts, count, tokens, units, rows;
 
     Groups(int64_t M, int64_t parts) : M(M), parts(parts) {
-        const int64_t most = (M * parts <= 48 ? 48 : 32) / parts;  // three units alone; of further groups two: they load less
+        const int64_t most = (M * parts <= 96 ? 48 : 32) / parts;  // three units in one or two groups; in more two: they load less
         count = (M + most - 1) / most, tokens = (M + count - 1) / count;
         units = (tokens * parts + 15) / 16, rows = (tokens * parts + units - 1) / units;
     }

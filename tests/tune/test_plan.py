@@ -73,6 +73,7 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law
     kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
     assert len(everything[0]) == 1 + shape.branch + (shape.depth - 1) * shape.branch**2
     acceptance.learn(*kept, shape, 1, everything)
+    acceptance._work_through()
     seen = 0
     for other in acceptance.shapes:
         if other.depth <= shape.depth and other.branch <= shape.branch and other.nodes <= len(everything[0]):

@@ -49,6 +49,16 @@ class Plan(NamedTuple):
         return (1 + self.accepted) / self.seconds
 
 
+class _Tree(NamedTuple):
+    """What `Acceptance.learn` is told."""
+
+    parents: Sequence[int]
+    values: Sequence[float]
+    shape: Shape
+    accepted: int
+    drafted: tuple[Sequence[int], Sequence[float]] | None
+
+
 @cache
 def sizes(limit: Shape) -> tuple[Shape, ...]:
     """The trees that are tried: those that can be as deep as they may and have as many nodes as they may, none larger than `limit`."""
@@ -78,15 +88,16 @@ class Acceptance:
         self.place = {shape: s for s, shape in enumerate(self.shapes)}
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
         self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.shapes), strict=True))
+        self._levels_E, self._nodes_G = np.arange(1, limit.depth + 1), np.array(self.nodes)
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised
         self._add(*_made_up(limit), limit)
         self._made_up_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
         self._accepted_S: Array | None = None  # until the next tree
+        self._waiting: list[_Tree] = []
         self._nearest = cache(self._find_nearest)
-        # faded sums over trees; the last is what the made-up one promised
-        self._trees_E, self._kept_E, self._promised_E, self._foretold_E = np.zeros((4, limit.depth))
+        self._sums_4E = np.zeros((4, limit.depth))  # over trees, faded: their number, accepted, promised, and what the made-up one promised
 
     def _cell(self, shape: Shape) -> tuple[int, int, int]:
         return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
@@ -94,6 +105,8 @@ class Acceptance:
     @property
     def accepted_S(self) -> Array:
         """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
+        if self._waiting:
+            self._work_through()
         if self._accepted_S is None:
             self._accepted_S = self._expected()
         return self._accepted_S
@@ -102,7 +115,7 @@ class Acceptance:
         known_ADG1 = self._count_ADG[..., None] / (self._count_ADG[..., None] + PRIOR)
         seen_ADGE, guessed_ADGE = (
             1 - (1 - promised_ADGE).clip(1e-6) ** self._exponent_E(sum_E)
-            for promised_ADGE, sum_E in ((self._mean_ADGE, self._promised_E), (self._made_up_ADGE, self._foretold_E))
+            for promised_ADGE, sum_E in ((self._mean_ADGE, self._sums_4E[2]), (self._made_up_ADGE, self._sums_4E[3]))
         )
         reached_ADGE = np.minimum.accumulate(known_ADG1 * seen_ADGE + (1 - known_ADG1) * guessed_ADGE, axis=-1)
         found = reached_ADGE.sum(-1)
@@ -114,7 +127,7 @@ class Acceptance:
     def _exponent_E(self, promised_E: Array) -> Array:
         """What makes the promises right, by depth; where little is known, that of the depth above, and 1 for the first."""
         found, k = [], 1.0
-        for trees, kept, promised in zip(self._trees_E, self._kept_E, promised_E, strict=True):
+        for trees, kept, promised in zip(*self._sums_4E[:2].tolist(), promised_E.tolist(), strict=True):
             if trees:
                 least = 0.5 / (trees + 1)
                 kept, promised = (min(max(x / trees, least), 1 - least) for x in (kept, promised))
@@ -130,7 +143,8 @@ class Acceptance:
         self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int,
         drafted: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
-        """A tree that was drafted and verified.
+        """A tree that was drafted and verified. It waits until somebody asks what trees yield: many at once are worked through much
+        faster, as a model's pass drives all else out of the caches.
 
         Args:
             parents: of each node; -1 the root, a parent before its children.
@@ -139,22 +153,31 @@ class Acceptance:
             accepted: draft tokens of the accepted path.
             drafted: parents and values of all nodes that it was chosen from, likewise; None: of these alone.
         """
-        shape, levels_E = shape.within(self.limit), np.arange(1, self.limit.depth + 1)
+        self._waiting.append(_Tree(parents, values, shape.within(self.limit), accepted, drafted))
+        if len(self._waiting) == MEMORY:
+            self._work_through()
+
+    def _work_through(self) -> None:
+        for tree in self._waiting:
+            self._learn(tree)
+        self._waiting, self._accepted_S = [], None
+
+    def _learn(self, tree: _Tree) -> None:
+        parents, values, shape, accepted, drafted = tree
         promised_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
         foretold_E = self._made_up_ADGE[self._cell(self._nearest(shape))]
-        for sum_E, new_E in (
-            (self._trees_E, np.ones(self.limit.depth)), (self._kept_E, levels_E <= accepted), (self._promised_E, promised_E),
-            (self._foretold_E, foretold_E),
-        ):  # fmt: skip
-            sum_E[: shape.depth] = (1 - 1 / MEMORY) * sum_E[: shape.depth] + new_E[: shape.depth]
+        new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, promised_E, foretold_E])
+        self._sums_4E[:, : shape.depth] *= 1 - 1 / MEMORY
+        self._sums_4E[:, : shape.depth] += new_4E[:, : shape.depth]
         if drafted is None:
             self._add(parents, values, shape)
         else:
             self._add(*drafted, shape._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
-        self._accepted_S = None
 
     def _find_nearest(self, shape: Shape) -> Shape:
         """The largest of `shapes` within a shape, or the smallest there is."""
+        if shape in self.place:
+            return shape
         return max((s for s in self.shapes if s.within(shape) == s), key=lambda s: (s.depth, s.nodes, s.branch), default=self.shapes[0])
 
     def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
@@ -164,20 +187,18 @@ class Acceptance:
         for n, depth in enumerate(depths):
             levels[depth].append(n)
         depth_X, value_X = np.array(depths), np.exp(np.array(values))
-        order_X = np.lexsort((np.arange(len(parents)), -value_X))  # a parent is no less probable, and comes before its children
-        order_X = order_X[order_X > 0]
-        levels_E = np.arange(1, self.limit.depth + 1)
-        promised_XE = value_X[order_X, None] * (depth_X[order_X, None] == levels_E)
-        level_XD = depth_X[order_X, None] <= levels_E[: shape.depth]
-        sizes_G = np.array([n for n in self.nodes if n <= shape.nodes])
+        order_X = 1 + np.argsort(-value_X[1:], kind="stable")  # a parent is no less probable, and comes before its children
+        depth_X, value_X = depth_X[order_X], value_X[order_X]
+        promised_XE = value_X[:, None] * (depth_X[:, None] == self._levels_E)
+        sizes_G1 = self._nodes_G[self._nodes_G <= shape.nodes, None]
         branches = [branch for branch in self.branches if branch <= shape.branch]
-        drafted_AX = np.array([_drafted_with(parents, values, levels, branch) for branch in branches])
-        has_AXD = drafted_AX[:, order_X, None] & level_XD
-        held_AXDG = has_AXD[..., None] & (has_AXD.cumsum(1)[..., None] < sizes_G)
-        cells = (slice(0, len(branches)), slice(0, shape.depth), slice(0, len(sizes_G)))
-        self._count_ADG[cells] = np.minimum(self._count_ADG[cells] + 1, MEMORY)
-        new_ADGE = np.tensordot(held_AXDG, promised_XE, (1, 0))
-        self._mean_ADGE[cells] += (new_ADGE - self._mean_ADGE[cells]) / self._count_ADG[cells][..., None]
+        drafted_AX = np.array([_drafted_with(parents, values, levels, branch) for branch in branches])[:, order_X]
+        has_ADX = drafted_AX[:, None] & (depth_X <= self._levels_E[: shape.depth, None])
+        held_ADGX = has_ADX[:, :, None] & (has_ADX.cumsum(-1)[:, :, None] < sizes_G1)
+        cells = (slice(0, len(branches)), slice(0, shape.depth), slice(0, len(sizes_G1)))
+        count_ADG, mean_ADGE = self._count_ADG[cells], self._mean_ADGE[cells]  # seen through these, not copied
+        np.minimum(count_ADG + 1, MEMORY, out=count_ADG)
+        mean_ADGE += (held_ADGX.astype(float) @ promised_XE - mean_ADGE) / count_ADG[..., None]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

@@ -57,7 +57,7 @@ class _Simulated:
         self.rates, self.seed = rates, seed
 
     def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
-        verify(draft, scores_BNV, position_B, noise)  # its time counts, what it says does not
+        broken_B = verify(draft, scores_BNV, position_B, noise).broken_B  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
         lot = Noise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         place_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
@@ -74,6 +74,6 @@ class _Simulated:
         path_BP = spare_BP.scatter(1, torch.where(to_it_BN, tree.depth_BN, P), order_BN)[:, :P]
         length_B = to_it_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
-        last_B1 = path_BP.gather(1, length_B[:, None] - 1)
-        bonus_B = scores_BNV.argmax(-1).gather(1, last_B1)[:, 0]
-        return Verdict(path_BP, tokens_BP, length_B, bonus_B)
+        last_B11 = path_BP.gather(1, length_B[:, None] - 1)[..., None]
+        bonus_B = scores_BNV.gather(1, last_B11.expand(-1, -1, scores_BNV.shape[-1]))[:, 0].argmax(-1)
+        return Verdict(path_BP, tokens_BP, length_B, bonus_B, broken_B)

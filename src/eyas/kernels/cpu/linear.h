@@ -36,7 +36,9 @@ static void by_digits(const Matrix& w, const float* x, int64_t ldx, int64_t M, f
 
 // Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    const int64_t blocks = (M + BLOCK - 1) / BLOCK;
+    const int64_t width = w.kind == QUADS || w.kind == INT4 ? w.digits : 6;  // bytes that a number of x takes, or nearly
+    const int64_t most = std::max(LEAST, std::min(BLOCK, NEAR_ROWS / (w.inputs * width)));
+    const int64_t blocks = (M + most - 1) / most;
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t m = i * M / blocks, rows = (i + 1) * M / blocks - m;
         if (w.kind == QUADS) by_digits<Quad>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);

@@ -58,7 +58,7 @@ struct Form<Nibbles<DIGITS>> {
     static int64_t bytes(int64_t inputs) { return inputs / GROUP * GROUP_BYTES; }
 };
 
-constexpr int64_t BLOCK = 128;            // rows whose x stays near while all panels pass
+constexpr int64_t BLOCK = 128, LEAST = 32, NEAR_ROWS = 3 << 18;  // rows whose x stays near while all panels pass: at most, at least, and their bytes
 constexpr int64_t SETS = 512;             // floats after which lines fall on the same places of the nearest cache, which holds few of them
 constexpr int64_t NEAR = 4096;            // bytes ahead, of a panel that is read only once
 

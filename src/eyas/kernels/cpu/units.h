@@ -32,12 +32,15 @@ struct Units<uint16_t> {
     static constexpr int parts = 3, least = 0, inputs = 32;
 };
 
-// Of the next panel's lines, of which a step reads 16 pairs, a group fetches its share: most of it in its steps, the rest while its sums are
-// put together, so that memory never waits.
+constexpr int64_t PART = 8;  // steps of a panel that several groups read one after the other: 16 KB
+
+// Of what comes next, of which a step reads 16 pairs of lines, a group fetches its share: in its steps, or, where its sums are put together
+// then, the rest meanwhile, so that memory never waits.
 struct Share {
-    int64_t in_step, in_token;  // pairs
-    Share(int64_t steps, int64_t groups, int64_t tokens)
-        : in_step(12 / groups), in_token((steps * 16 / groups - steps * in_step + tokens - 1) / tokens) {}
+    int64_t in_step, in_token = 0;  // pairs
+    Share(int64_t steps, int64_t groups, int64_t tokens) : in_step((tokens ? 12 : 15 + groups) / groups) {
+        if (tokens) in_token = (steps * 16 / groups - steps * in_step + tokens - 1) / tokens;
+    }
 };
 
 // M tokens in groups of equal size, as nearly as can be; the units of all groups have as many rows.
@@ -53,18 +56,31 @@ struct Groups {
     int64_t bytes(int64_t steps) const { return units * UNIT * steps; }  // of a group
 };
 
-// Units of a group's rows, [step][unit][row][64 bytes], against a panel: sums [row][32].
+// Units of a group's rows, [step][unit][row][64 bytes], against some steps of a panel: sums [row][32], which begin at zero or go on.
 template <class W, int UNITS>
-static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, int64_t fetched, int64_t rows, char* sums) {
+static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, int64_t fetched, int64_t rows, bool begins, char* sums) {
 #define PRODUCT(i, rows, outputs)                                         \
     if constexpr (Units<W>::inputs == 64) _tile_dpbsud(i, rows, outputs); \
     else _tile_dpbf16ps(i, rows, outputs);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
+    } else {
+        _tile_loadd(0, sums, 128);
+        _tile_loadd(1, sums + 64, 128);
+        if constexpr (UNITS > 1) {
+            _tile_loadd(2, sums + rows * 128, 128);
+            _tile_loadd(3, sums + rows * 128 + 64, 128);
+        }
+        if constexpr (UNITS > 2) {
+            _tile_loadd(4, sums + 2 * rows * 128, 128);
+            _tile_loadd(5, sums + 2 * rows * 128 + 64, 128);
+        }
+    }
     for (; steps; steps--, x += UNITS * UNIT, w += STEP) {
         for (int64_t i = 0; i < fetched; i++) ahead.fetch();
         _tile_loadd(6, w, 2 * DEEP);
@@ -240,27 +256,32 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
     UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
     const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
-    const Share share(steps, groups.count, groups.tokens);
+    // Further groups read a part of the panel while it is in the nearest cache, and the next part is fetched meanwhile.
+    const int64_t part = groups.count < 3 ? steps : std::min(steps, PART), room = groups.units * groups.rows * 128;
+    const Share share(part, groups.count, part == steps ? groups.tokens : 0);
     const bool brief = groups.count == 1 && groups.units < 3 && steps > 8;  // of a long panel only what comes next is fetched: the caches are small
-    alignas(64) char sums[48 * 128];
+    alignas(64) char sums[(BLOCK + 16) * 3 * 128];
     _tile_loadconfig(&registers);
 #pragma omp for schedule(static) nowait
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr, *bias = w.bias ? w.bias + n * PANEL : nullptr;
         const char* panel = (const char*)w.data + n * steps * STEP;
-        for (int64_t i = 0; i < groups.count; i++) {
-            asm volatile("" ::: "memory");  // compilers do not know what units read
-            const char* rows = ready->group(groups, i, steps);
-            Ahead ahead{brief ? panel + NEAR : panel + steps * STEP + i * (steps * STEP / groups.count), 128};
-            if (groups.units == 1) multiply<W, 1>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
-            else if (groups.units == 2) multiply<W, 2>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
-            else multiply<W, 3>(rows, panel, steps, ahead, share.in_step, groups.rows, sums);
-            for (int64_t m = groups.first(i); m < groups.first(i + 1); m++) {
-                for (int64_t f = 0; f < share.in_token; f++) ahead.fetch();
-                const char* own = sums + (m - groups.first(i)) * groups.parts * 128;
-                finish(put_together<W>(own, *ready, m), put_together<W>(own + 64, *ready, m), scale, bias, y + m * ldy + n * width, end);
+        for (int64_t begin = 0; begin < steps; begin += part)
+            for (int64_t i = 0; i < groups.count; i++) {
+                asm volatile("" ::: "memory");  // compilers do not know what units read
+                const int64_t count = std::min(part, steps - begin);
+                const char *rows = ready->group(groups, i, steps) + begin * groups.units * UNIT, *at = panel + begin * STEP;
+                Ahead ahead{brief ? at + NEAR : at + count * STEP + i * (count * STEP / groups.count), 128};
+                if (groups.units == 1) multiply<W, 1>(rows, at, count, ahead, share.in_step, groups.rows, !begin, sums + i * room);
+                else if (groups.units == 2) multiply<W, 2>(rows, at, count, ahead, share.in_step, groups.rows, !begin, sums + i * room);
+                else multiply<W, 3>(rows, at, count, ahead, share.in_step, groups.rows, !begin, sums + i * room);
+                if (begin + count < steps) continue;
+                for (int64_t m = groups.first(i); m < groups.first(i + 1); m++) {
+                    for (int64_t f = 0; f < share.in_token; f++) ahead.fetch();
+                    const char* own = sums + i * room + (m - groups.first(i)) * groups.parts * 128;
+                    finish(put_together<W>(own, *ready, m), put_together<W>(own + 64, *ready, m), scale, bias, y + m * ldy + n * width, end);
+                }
             }
-        }
     }
     _tile_release();
 #pragma omp barrier

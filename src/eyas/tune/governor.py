@@ -40,7 +40,7 @@ from eyas.tune.plan import Acceptance, Array, Plan, best
 __all__ = ["Governor", "auto"]
 
 FIRST = 3  # plain cycles at the very beginning, of which the first warms up
-SURE = 3  # drafted cycles before which nothing is judged
+SURE = 4  # drafted cycles before which nothing is judged
 BURST = 3  # plain cycles that measure
 MEASURE, LONGEST_MEASURE = 32, 512  # drafted cycles between two measurements: at first, at most
 EXPLORE, LONGEST_EXPLORE = 8, 256  # drafted cycles between two larger trees: at first, and half as many more each time, at most

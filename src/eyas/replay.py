@@ -147,7 +147,9 @@ class Replay:
     def _told(self, cycle: Cycle, draft: Draft) -> Cycle:
         """The drafter, which is no part of the recording, is told what came of its draft, in tensors that nobody overwrites."""
         given = cycle.verdict
-        verdict = Verdict(given.path_BP.clone(), given.tokens_BP.clone(), given.length_B.clone(), given.bonus_B.clone())
+        verdict = replace(
+            given, path_BP=given.path_BP.clone(), tokens_BP=given.tokens_BP.clone(), length_B=given.length_B.clone(), bonus_B=given.bonus_B.clone()
+        )  # fmt: skip
         cycle = replace(cycle, draft=draft, verdict=verdict, seen=replace(cycle.seen, features_BNF=cycle.seen.features_BNF.clone()))
         self.drafter.commit(draft, verdict, cycle.seen)
         return cycle

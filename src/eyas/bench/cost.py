@@ -77,17 +77,16 @@ def flop_rate(target: Target) -> float | None:
     None where the device has none of this dtype, or no memory for them.
     """
     device = target.device
-    size = 8192 if device.type == "cuda" else 1024
+    size, rows = 8192 if device.type == "cuda" else 1024, 128
     try:
         matrix = torch.ones(size, size, device=device, dtype=target.dtype)
-        best = min(seconds_of(lambda: matrix @ matrix, device) for _ in range(REPEATS))
+        rate = 2 * size**3 / min(seconds_of(lambda: matrix @ matrix, device) for _ in range(REPEATS))
+        if target.by_kernels:
+            hidden_MD = torch.ones(rows, target.hidden_size)
+            best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
+            rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
     except RuntimeError:
         return None
-    rate = 2 * size**3 / best
-    if target.by_kernels:
-        hidden_MD = torch.ones(size, target.hidden_size)
-        best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
-        rate = max(rate, 2 * size * target.hidden_size * target.vocab_size / best)
     return rate
 
 

@@ -66,10 +66,8 @@ static inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
 static inline void finish(Floats first, Floats second, const float* scale, const float* bias, float* y, End end) {
     Floats a[2] = {first, second};
-    for (int half = 0; half < 2; half++) {
-        if (scale) a[half] *= load(scale + half * LANES);
-        if (bias) a[half] += load(bias + half * LANES);
-    }
+    for (int half = 0; half < 2; half++)  // one operation in every tile: a compiler that joined a product and a sum in some of them would change bits
+        a[half] = fma(a[half], scale ? load(scale + half * LANES) : all(1), bias ? load(bias + half * LANES) : Floats{});
     if (end == GATE) {
         store(y, silu(a[0]) * a[1]);
     } else {

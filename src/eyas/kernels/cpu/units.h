@@ -1,7 +1,7 @@
 // Products by matrix units (AMX), where the machine has them: sixteen rows by sixteen outputs, 64 bytes deep, with one operation.
 //
 // What a row of x is taken apart into are rows of their own here: its digits of eight bits, multiplied by quads, or its three parts in
-// bfloat16, whose sum it is to within 2^-24 of itself, multiplied by bfloat16 weights. Up to 48 such rows pass a panel together, and further
+// bfloat16, whose sum it is to within 2^-24 of itself (what is below 1e-33 or above 3.39e38 apart), multiplied by bfloat16 weights. Up to 48 such rows pass a panel together, and further
 // ones while it is near: as many tokens as a tree has nodes cost little more than one, whose weights have to be read all the same.
 //
 // Sums of bytes are whole numbers, the same as in tiles.h to the last bit, so one or two tokens, for which vectors are faster, are left to them.
@@ -258,9 +258,10 @@ static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M,
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     // Further groups read a part of the panel while it is in the nearest cache, and the next part is fetched meanwhile.
     const int64_t part = groups.count < 3 ? steps : std::min(steps, PART), room = groups.units * groups.rows * 128;
-    const Share share(part, groups.count, part == steps ? groups.tokens : 0);
     const bool brief = groups.count == 1 && groups.units < 3 && steps > 8;  // of a long panel only what comes next is fetched: the caches are small
+    const Share share(part, groups.count, part == steps && !brief ? groups.tokens : 0);
     alignas(64) char sums[(BLOCK + 16) * 3 * 128];
+    asm volatile("" ::"r"(&registers) : "memory");  // all of it is written by now, whatever a compiler believes is read
     _tile_loadconfig(&registers);
 #pragma omp for schedule(static) nowait
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {

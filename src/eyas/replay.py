@@ -147,9 +147,8 @@ class Replay:
     def _told(self, cycle: Cycle, draft: Draft) -> Cycle:
         """The drafter, which is no part of the recording, is told what came of its draft, in tensors that nobody overwrites."""
         given = cycle.verdict
-        verdict = replace(
-            given, path_BP=given.path_BP.clone(), tokens_BP=given.tokens_BP.clone(), length_B=given.length_B.clone(), bonus_B=given.bonus_B.clone()
-        )  # fmt: skip
+        copies = {name: getattr(given, name).clone() for name in ("path_BP", "tokens_BP", "length_B", "bonus_B")}
+        verdict = replace(given, **copies)
         cycle = replace(cycle, draft=draft, verdict=verdict, seen=replace(cycle.seen, features_BNF=cycle.seen.features_BNF.clone()))
         self.drafter.commit(draft, verdict, cycle.seen)
         return cycle

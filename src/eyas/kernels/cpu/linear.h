@@ -13,7 +13,7 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
     const int64_t bytes = F::bytes(w.inputs);
     const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
-    const Rows* ready = F::digits || crowded ? made_ready<F>(x, ldx, M, w.inputs, count) : nullptr;
+    const Rows* ready = F::digits || crowded ? rows_of<F>(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const char* panel = (const char*)w.data + n * bytes;

@@ -199,10 +199,10 @@ static void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahea
 template <int DIGITS>
 constexpr float most_of = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
 
-// The digits of a row [K], K a multiple of 16: put(input, digit, 16 of them); and of each group, `stride` after the last, what takes `zero` off
-// its weights. What is not finite makes `step` NaN.
-template <int DIGITS, class Put>
-static void take_apart(const float* x, int64_t K, int64_t group, int zero, float* step, int32_t* start, int64_t stride, Put put) {
+// The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last; and of each group what takes `zero` off its
+// weights. What is not finite makes `step` NaN.
+template <int DIGITS>
+static void take_apart(const float* x, int64_t K, int64_t group, int zero, int64_t rows, int8_t* digits, float* step, int32_t* start) {
     constexpr float MOST = most_of<DIGITS>;
     Floats most = all(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
@@ -219,11 +219,13 @@ static void take_apart(const float* x, int64_t K, int64_t group, int zero, float
             __m512i digit = _mm512_cvtepi8_epi32(bytes);
             sums[d] = _mm512_add_epi32(sums[d], digit);
             rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, digit), 8);
-            put(k, d, bytes);
+            int32_t fours[4];
+            _mm_storeu_si128((__m128i*)fours, bytes);
+            for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * DIGITS + d) * 4, fours + q, 4);
         }
         if ((k + LANES) % group == 0) {
             for (int d = 0; d < DIGITS; d++) start[d] = -zero * _mm512_reduce_add_epi32(sums[d]), sums[d] = _mm512_setzero_si512();
-            start += stride;
+            start += rows * DIGITS;
         }
     }
 }
@@ -234,8 +236,8 @@ template <int ROWS, int DIGITS>
 static void tile(const Input&, const Quad<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
 template <int ROWS, int DIGITS>
 static void tile(const Input&, const Nibbles<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
-template <int DIGITS, class Put>
-static void take_apart(const float*, int64_t, int64_t, int, float*, int32_t*, int64_t, Put) {}
+template <int DIGITS>
+static void take_apart(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*, int32_t*) {}
 #endif
 
 template <class W, int ROWS>
@@ -274,34 +276,38 @@ struct Rows {
     void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
         const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first, group = F::group(K);
         for (int64_t m = first; m < first + rows; m++) {
-            if constexpr (F::digits > 0) {
-                int8_t* digits = bytes.data() + (first * K + (m - first) * 4) * F::digits;
-                auto put = [&](int64_t k, int d, auto taken) {  // every four of them `rows` fours after the last
-                    for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * F::digits + d) * 4, (char*)&taken + 4 * q, 4);
-                };
+            if constexpr (F::digits > 0)
                 take_apart<F::digits>(
-                    x + m * ldx, K, group, F::zero, &step[m], &start[(first * (K / group) + m - first) * F::digits], rows * F::digits, put);
-            } else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
+                    x + m * ldx, K, group, F::zero, rows, bytes.data() + (first * K + (m - first) * 4) * F::digits, &step[m],
+                    &start[(first * (K / group) + m - first) * F::digits]);
+            else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }
 };
 
-// x [M, K] made so for `count` tiles: few rows by every thread for itself, many by all of them together.
-template <class F>
-static const Rows* made_ready(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
-    static thread_local Rows own;
-    Rows* made = &own;
+// M rows made ready in `count` pieces: few by every thread for itself, many by all of them together.
+template <class Made, class Fit, class Fill>
+static Made* made_ready(int64_t M, int64_t count, Fit fit, Fill fill) {
+    static thread_local Made own;
+    Made* made = &own;
     if (M <= FEW) {
-        made->fit<F>(M, K);
-        for (int64_t i = 0; i < count; i++) made->fill<F>(x, ldx, M, K, i, count);
+        fit(*made);
+        for (int64_t i = 0; i < count; i++) fill(*made, i);
         return made;
     }
 #pragma omp single copyprivate(made)
     {
         made = &own;
-        made->fit<F>(M, K);
+        fit(*made);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) made->fill<F>(x, ldx, M, K, i, count);
+    for (int64_t i = 0; i < count; i++) fill(*made, i);
     return made;
+}
+
+// x [M, K] made so for `count` tiles.
+template <class F>
+static const Rows* rows_of(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
+    return made_ready<Rows>(
+        M, count, [&](Rows& made) { made.fit<F>(M, K); }, [&](Rows& made, int64_t i) { made.fill<F>(x, ldx, M, K, i, count); });
 }

@@ -62,24 +62,16 @@ static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, 
 #define PRODUCT(i, rows, outputs)                                         \
     if constexpr (Units<W>::inputs == 64) _tile_dpbsud(i, rows, outputs); \
     else _tile_dpbf16ps(i, rows, outputs);
+#define EACH_SUM(act) act(0) act(1) act(2) act(3) act(4) act(5)
+#define CLEAR(i) _tile_zero(i);
+#define LOAD_SUM(i) \
+    if constexpr (i / 2 < UNITS) _tile_loadd(i, sums + i / 2 * rows * 128 + i % 2 * 64, 128);
+#define STORE_SUM(i) \
+    if constexpr (i / 2 < UNITS) _tile_stored(i, sums + i / 2 * rows * 128 + i % 2 * 64, 128);
     if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        _tile_zero(4);
-        _tile_zero(5);
+        EACH_SUM(CLEAR)
     } else {
-        _tile_loadd(0, sums, 128);
-        _tile_loadd(1, sums + 64, 128);
-        if constexpr (UNITS > 1) {
-            _tile_loadd(2, sums + rows * 128, 128);
-            _tile_loadd(3, sums + rows * 128 + 64, 128);
-        }
-        if constexpr (UNITS > 2) {
-            _tile_loadd(4, sums + 2 * rows * 128, 128);
-            _tile_loadd(5, sums + 2 * rows * 128 + 64, 128);
-        }
+        EACH_SUM(LOAD_SUM)
     }
     for (; steps; steps--, x += UNITS * UNIT, w += STEP) {
         for (int64_t i = 0; i < fetched; i++) ahead.fetch();
@@ -110,16 +102,11 @@ static void multiply(const char* x, const char* w, int64_t steps, Ahead& ahead, 
             PRODUCT(1, 7, 6)
         }
     }
-    _tile_stored(0, sums, 128);
-    _tile_stored(1, sums + 64, 128);
-    if constexpr (UNITS > 1) {
-        _tile_stored(2, sums + rows * 128, 128);
-        _tile_stored(3, sums + rows * 128 + 64, 128);
-    }
-    if constexpr (UNITS > 2) {
-        _tile_stored(4, sums + 2 * rows * 128, 128);
-        _tile_stored(5, sums + 2 * rows * 128 + 64, 128);
-    }
+    EACH_SUM(STORE_SUM)
+#undef EACH_SUM
+#undef CLEAR
+#undef LOAD_SUM
+#undef STORE_SUM
 #undef PRODUCT
 }
 
@@ -212,26 +199,6 @@ struct UnitRows {
     }
 };
 
-// As made_ready in tiles.h.
-template <class W>
-static UnitRows* made_ready(const float* x, int64_t ldx, const Groups& groups, int64_t K) {
-    static thread_local UnitRows own;
-    UnitRows* made = &own;
-    if (groups.M <= FEW) {
-        made->fit<W>(groups, K);
-        for (int64_t i = 0; i < groups.count; i++) made->fill<W>(groups, i, x, ldx, K);
-        return made;
-    }
-#pragma omp single copyprivate(made)
-    {
-        made = &own;
-        made->fit<W>(groups, K);
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < groups.count; i++) made->fill<W>(groups, i, x, ldx, K);
-    return made;
-}
-
 // The output of a row from the sums of its parts.
 template <class W>
 static inline Floats put_together(const char* sums, const UnitRows& x, int64_t m) {
@@ -253,7 +220,9 @@ static inline Floats put_together(const char* sums, const UnitRows& x, int64_t m
 template <class W>
 static void unit_panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
     const Groups groups(M, Units<W>::parts);
-    UnitRows* ready = made_ready<W>(x, ldx, groups, w.inputs);
+    UnitRows* ready = made_ready<UnitRows>(
+        M, groups.count, [&](UnitRows& made) { made.fit<W>(groups, w.inputs); },
+        [&](UnitRows& made, int64_t i) { made.fill<W>(groups, i, x, ldx, w.inputs); });
     const Registers registers(groups.units, groups.rows);
     const int64_t steps = w.inputs / Units<W>::inputs, width = end == GATE ? LANES : PANEL;
     // Further groups read a part of the panel while it is in the nearest cache, and the next part is fetched meanwhile.

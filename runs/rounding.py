@@ -26,7 +26,10 @@ from eyas.llm import LLM
 from eyas.train.state import write_text
 from eyas.tree import Tree
 
-FORMS = (("exact", "exact"), ("int8", "exact"), ("int8", "int16"), ("int8", "int8"), ("int4", "exact"), ("int4", "int16"), ("int4", "int8"))
+FORMS = (
+    ("exact", "exact"), ("bfloat16", "exact"), ("bfloat16", "bfloat16"), ("int8", "exact"), ("int8", "int16"), ("int8", "int8"),
+    ("int4", "exact"), ("int4", "int16"), ("int4", "int8"),
+)  # fmt: skip
 
 
 def texts(llm: LLM, path: Path, limit: int, length: int, given: int) -> list[list[int]]:

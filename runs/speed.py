@@ -152,7 +152,8 @@ def costs(base: LLM) -> dict[str, Any]:
                 weight.copy_(weight.to(getattr(torch, form)).float())
         found[f"kernels, {form} weights (random), by nodes"] = verify_cost(fast.prepared(Target(other)))
     bytes_add_up = target.by_kernels and target.run.form.exact and kernels.adds_up_bytes()
-    for weights, activations in (("int8", "int16"), ("int8", "int8"), ("int4", "int8")) if bytes_add_up else ():
+    forms = [("bfloat16", "bfloat16")] if target.by_kernels and kernels.adds_up_halves() else []
+    for weights, activations in [*forms, ("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if bytes_add_up else forms:
         rounded = fast.prepared(Target(target.model), weights=weights, activations=activations)
         found[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(rounded)
     contexts = [c for c in CONTEXTS if c < target.context - 64]
@@ -207,8 +208,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="eagle3,eagle2", help="of the embedded model")
     parser.add_argument("--parts", default="speed,cost")
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--weights", default="exact", help="int8, int4: the target's, rounded: a target of its own")
-    parser.add_argument("--activations", default="exact", help="int16, int8: what such weights are multiplied by, rounded: likewise")
+    parser.add_argument("--weights", default="exact", help="bfloat16, int8, int4: the target's, rounded: a target of its own")
+    parser.add_argument("--activations", default="exact", help="bfloat16, int16, int8: what weights are multiplied by, rounded: likewise")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)

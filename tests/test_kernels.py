@@ -167,8 +167,42 @@ def test_lesser_machines(flag: str, tmp_path: Path) -> None:
             assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
 
 
-units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_units()), reason="a CPU without matrix units (AMX)")
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)  # around every number of rows and groups
+halves_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_halves()), reason="a CPU without AVX-512 BF16")
+
+
+@halves_only
+@pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
+def test_products_of_bfloat16(inputs: int) -> None:
+    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits for a row alone and
+    among any number of others, by vectors and by matrix units; what is not finite stays in its row."""
+    weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.Form(activations="bfloat16")
+    matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
+    assert (matrix.kind, matrix.digits) == ("bfloat16", 1)
+    x = torch.randn(130, inputs, generator=generator) * 10.0 ** torch.linspace(-15, 15, 130)[:, None]
+    x[3] = 0
+    alone = torch.cat([kernels.linear(matrix, row[None]) for row in x])
+    for M in SIZES:
+        assert torch.equal(kernels.linear(matrix, x[:M]), alone[:M])
+    near = x.bfloat16().double() @ weight.double().T
+    largest = x.abs().double() @ weight.abs().double().T
+    assert ((alone - bias - near).abs() <= 2e-6 * largest + 2e-7 * (1 + near.abs())).all()
+    assert (kernels.linear(kernels.pack(weight, bias), x) - alone)[65:].abs().amax(1).min() > 0, "another target"
+    x[5, 1], x[6, 2] = torch.inf, torch.nan
+    assert kernels.linear(matrix, x).isfinite().all(1).tolist() == [row not in (5, 6) for row in range(130)]
+
+
+@needs
+def test_weights_rounded_to_bfloat16() -> None:
+    """Guards `Form("bfloat16")`: whatever the weights are, int8's multiples included, they are kept as the nearest such numbers."""
+    for kind in (torch.float32, torch.bfloat16, torch.int8):
+        weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+        matrix = kernels.pack(weight, form=kernels.Form("bfloat16"))
+        assert form(matrix) == torch.bfloat16
+        torch.testing.assert_close(kernels.linear(matrix, x), x @ weight.bfloat16().float().T, rtol=1e-5, atol=1e-4)
+
+
+units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_units()), reason="a CPU without matrix units (AMX)")
 
 
 @units_only

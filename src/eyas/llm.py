@@ -119,9 +119,9 @@ def load(
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
             On a GPU "on" = CUDA graphs; "compile" = with layers by torch.compile.
-        weights: "exact" = the target's as they are; "int8", "int4" = rounded, by the kernels: faster, and a target of its own.
-        activations: what such weights are multiplied by: "exact" = as exact as float32; "int16", "int8" = rounded, by the kernels:
-            larger trees pay, prompts are read faster, and a target of its own.
+        weights: "exact" = the target's as they are; "bfloat16", "int8", "int4" = rounded, by the kernels: faster, and a target of its own.
+        activations: what weights are multiplied by: "exact" = as exact as float32; rounded, by the kernels, so that larger trees pay and
+            prompts are read faster, as a target of its own: "bfloat16" (weights kept so), "int16", "int8" (weights kept as int8 or int4).
         draft_weights: "fp8" = the head's rounded, on GPUs that multiply it; "int4" = by the kernels: changes what is guessed, never what is
             said.
         options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.

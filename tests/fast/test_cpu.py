@@ -197,18 +197,22 @@ def test_python_threads_may_share_a_target() -> None:
         assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [*((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")), ("bfloat16", "exact"), ("bfloat16", "bfloat16")],
+)
 def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
     """Guards rounded weights and activations: other logits, near the model's; every method says what its plain decoding says."""
-    if (weights, activations) != ("int8", "exact") and not kernels.adds_up_bytes():
+    if (weights == "int4" or activations.startswith("int")) and not kernels.adds_up_bytes():
         pytest.skip("a CPU without VNNI")
+    if activations == "bfloat16" and not kernels.adds_up_halves():
+        pytest.skip("a CPU without AVX-512 BF16")
     target = Target(model("llama"))
     rounded = fast.prepared(target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact")
     assert rounded.run.form == kernels.Form(weights, activations)
     assert quick("llama").run.form.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
-    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"int8": 1.0, "int4": 4.0}[weights]
+    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"bfloat16": 1.0, "int8": 1.0, "int4": 4.0}[weights]
     session, more = rounded.open(1), ids(13, 13)
     session.prefill(0, ids(20))
     together_NV = session.forward(torch.tensor([more]), Tree.chain(1, 13)).logits_BNV[0]
@@ -236,6 +240,15 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "adds_up_bytes", lambda: True)
     with pytest.raises(OptionError, match=r"activations int8 .* kept as float32, .* add weights int8"):
         fast.prepared(target, activations="int8")
+    with pytest.raises(OptionError, match=r"activations int8 .* kept as bfloat16, .* add weights int8"):
+        fast.prepared(target, weights="bfloat16", activations="int8")
+    monkeypatch.setattr(kernels, "adds_up_halves", lambda: True)
+    for weights, kept in (("exact", "float32"), ("int8", "int8"), ("int4", "int4")):
+        with pytest.raises(OptionError, match=rf"activations bfloat16 .* kept as {kept}, .* add weights bfloat16"):
+            fast.prepared(target, weights=weights, activations="bfloat16")
+    monkeypatch.setattr(kernels, "adds_up_halves", lambda: False)
+    with pytest.raises(OptionError, match="does not add up products of bfloat16"):
+        fast.prepared(target, weights="bfloat16", activations="bfloat16")
     monkeypatch.setattr(kernels, "adds_up_bytes", lambda: False)
     with pytest.raises(OptionError, match="does not add up products of bytes"):
         fast.prepared(target, activations="int8")

@@ -97,16 +97,17 @@ MODEL_BASE = stack(
     option(
         "Machine",
         "--weights",
-        type=click.Choice(["exact", "int8", "int4"]),
+        type=click.Choice(["exact", "bfloat16", "int8", "int4"]),
         default="exact",
-        help="Of the target: as they are; int8, int4: rounded, by the kernels: faster, and another target.",
+        help="Of the target: as they are; bfloat16, int8, int4: rounded, by the kernels: faster, and another target.",
     ),
     option(
         "Machine",
         "--activations",
-        type=click.Choice(["exact", "int16", "int8"]),
+        type=click.Choice(["exact", "bfloat16", "int16", "int8"]),
         default="exact",
-        help="What such weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target.",
+        help="What weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target. bfloat16 for weights "
+        "kept so, int16 and int8 for int8 and int4.",
     ),
     VERBOSE,
 )

@@ -45,8 +45,7 @@ def runner(target: Target, form: Form = EXACT) -> CpuRunner:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
-    if form.weights == "int4" or form.activations != "exact":
-        made.check_bytes(form)
+    made.check_form(form)
     made = made if form.exact else CpuRunner(target, form)
     made.settle_threads()
     return made
@@ -179,14 +178,23 @@ class CpuRunner:
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
-    def check_bytes(self, form: Form) -> None:
-        """UnsuitedError unless this form's products are those of bytes here."""
-        if not kernels.adds_up_bytes():
+    def check_form(self, form: Form) -> None:
+        """UnsuitedError where this form would change nothing: this machine's products are others, or the weights are kept otherwise."""
+        halves = form.activations == "bfloat16"
+        if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.adds_up_bytes():
             raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
-        layers = self.layers.layers
-        matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-        if form.weights == "exact" and (wider := next((m.kind for m in matrices if m.kind != "quads"), None)):
-            raise UnsuitedError(f"its weights are kept as {wider}, and only int8 and int4 are multiplied so: add weights int8")
+        if halves and not kernels.adds_up_halves():
+            raise UnsuitedError("this CPU does not add up products of bfloat16 (AVX-512 BF16)")
+        if form.activations == "exact":
+            return
+        kinds: list[str] = [form.weights]
+        if form.weights == "exact":
+            layers = self.layers.layers
+            matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+            kinds = ["int8" if m.kind == "quads" else m.kind for m in matrices]
+        suited = ("bfloat16",) if halves else ("int8", "int4")
+        if other := next((kind for kind in kinds if kind not in suited), None):
+            raise UnsuitedError(f"its weights are kept as {other}, and this is for {' and '.join(suited)} weights: add weights {suited[0]}")
 
     @torch.inference_mode()
     def check(self) -> None:

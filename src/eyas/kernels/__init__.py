@@ -13,13 +13,26 @@ from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, Plan, grow
 from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, Pass, Shape
-from eyas.kernels._linear import EXACT, Form, Matrix, Team, adds_up_bytes, guessing, has_units, head, linear, pack, pack_gated, rms_norm
+from eyas.kernels._linear import (
+    EXACT,
+    Form,
+    Matrix,
+    Team,
+    adds_up_bytes,
+    adds_up_halves,
+    guessing,
+    has_units,
+    head,
+    linear,
+    pack,
+    pack_gated,
+    rms_norm,
+)
 
 __all__ = [
     "EXACT", "HEAD_DIMS", "Form", "Grown", "Layer", "Layers", "Matrix", "Net", "Pass", "Pending", "Plan", "Shape", "Team",
-    "UnavailableError", "adds_up_bytes", "available", "commit", "draw", "follow", "grow", "guessing", "gumbel", "has_units", "head",
-    "library",
-    "linear", "pack", "pack_gated", "rms_norm", "why_not",
+    "UnavailableError", "adds_up_bytes", "adds_up_halves", "available", "commit", "draw", "follow", "grow", "guessing", "gumbel",
+    "has_units", "head", "library", "linear", "pack", "pack_gated", "rms_norm", "why_not",
 ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 
 __all__ = [
-    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "count", "guessing", "has_units", "head", "linear", "pack",
-    "pack_gated", "rms_norm",
+    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "adds_up_halves", "count", "guessing", "has_units", "head", "linear",
+    "pack", "pack_gated", "rms_norm",
 ]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
@@ -24,7 +24,7 @@ GROUP = 32  # inputs of int4 that share scales, as in cpu/tiles.h
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # that are tried; the largest numbers of a group are cut by the smaller ones
 KINDS = ("float32", "bfloat16", "int8", "quads", "int4")  # as in cpu/records.h
 HELD = 3e-7  # of a weight: rounding of its scale
-DIGITS = {"exact": 3, "int16": 2, "int8": 1}  # that activations are taken apart into (cpu/tiles.h)
+DIGITS = {"int16": 2, "int8": 1}  # that activations are taken apart into (cpu/tiles.h); else three
 Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
 
 
@@ -32,15 +32,16 @@ Team = int | Callable[[], int] | None  # threads: a number, who knows it at the 
 class Form:
     """In which numbers linear layers are kept and multiplied; everything between them is float32.
 
-    weights: exact: int8 with a scale an output where they are such multiples, bfloat16 where they are such numbers, else float32; int8:
-        rounded to the first of these; int4: rounded, with a scale for every 32 inputs of an output (where there are no 32s: int8).
-    activations: what weights kept as int8 or int4 are multiplied by, where the machine adds up products of bytes (elsewhere they stay
-        float32). exact: as exact as float32. int16, int8: of each token's vector, whole multiples of its largest number's 1/32,639 or
-        1/127, which costs two thirds or one third of the arithmetic.
+    weights: exact: int8 with a scale an output where they are such multiples, bfloat16 where they are such numbers, else float32; int8,
+        bfloat16: rounded to one of these; int4: rounded, with a scale for every 32 inputs of an output (where there are no 32s: int8).
+    activations: what weights are multiplied by, where the machine adds up such products (elsewhere it stays float32). exact: as exact as
+        float32. Of weights kept as bfloat16: bfloat16, one third to one half of the arithmetic. Of those kept as int8 or int4: int16,
+        int8, which are, of each token's vector, whole multiples of its largest number's 1/32,639 or 1/127, and cost two thirds or one
+        third of the arithmetic.
     """
 
-    weights: Literal["exact", "int8", "int4"] = "exact"
-    activations: Literal["exact", "int16", "int8"] = "exact"
+    weights: Literal["exact", "bfloat16", "int8", "int4"] = "exact"
+    activations: Literal["exact", "bfloat16", "int16", "int8"] = "exact"
 
     @property
     def exact(self) -> bool:
@@ -70,7 +71,7 @@ class Matrix:
     bias_O: Tensor | None
     inputs: int
     outputs: int  # without the filling
-    digits: int = DIGITS["exact"]  # of what quads and int4 are multiplied by
+    digits: int = 3  # that activations are taken apart into for quads and int4, or parts for bfloat16
 
     @property
     def padded(self) -> int:
@@ -94,18 +95,22 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: Form = EXACT) ->
     fill = -outputs % PANEL
     weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
     bias_O = None if bias_O is None else torch.nn.functional.pad(bias_O.detach().float(), (0, fill)).contiguous()
+    digits = DIGITS.get(form.activations, 3)
     if form.weights == "int4" and not inputs % GROUP and adds_up_bytes():
-        return Matrix("int4", _fours(weight_OI), None, bias_O, inputs, outputs, DIGITS[form.activations])
+        return Matrix("int4", _fours(weight_OI), None, bias_O, inputs, outputs, digits)
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     whole_OI = (weight_OI / scale_O[:, None]).round()
-    if form.weights != "exact" or bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all()):
+    if form.weights in ("int8", "int4") or (
+        form.weights == "exact" and bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all())
+    ):
         if inputs % LANES or not adds_up_bytes():
             return Matrix("int8", _panels(whole_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
         data = _panels((whole_OI + 128).to(torch.uint8), 4)
-        return Matrix("quads", data, scale_O.contiguous(), bias_O, inputs, outputs, DIGITS[form.activations])
+        return Matrix("quads", data, scale_O.contiguous(), bias_O, inputs, outputs, digits)
     half_OI = weight_OI.bfloat16()
-    if not inputs % 2 and torch.equal(half_OI.float(), weight_OI):
-        return Matrix("bfloat16", _panels(half_OI, 2), None, bias_O, inputs, outputs)
+    if not inputs % 2 and (form.weights == "bfloat16" or torch.equal(half_OI.float(), weight_OI)):
+        rounded = form.activations == "bfloat16" and not inputs % LANES and adds_up_halves()
+        return Matrix("bfloat16", _panels(half_OI, 2), None, bias_O, inputs, outputs, 1 if rounded else 3)
     return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
 
@@ -145,6 +150,11 @@ def _fours(weight_OI: Tensor) -> Tensor:
 def adds_up_bytes() -> bool:
     """Whether this machine adds up products of bytes (AVX-512 VNNI): then int8 weights are kept for that."""
     return bool(library().eyas_quads())
+
+
+def adds_up_halves() -> bool:
+    """Whether it adds up products of bfloat16 (AVX-512 BF16)."""
+    return bool(library().eyas_halves())
 
 
 def has_units() -> bool:

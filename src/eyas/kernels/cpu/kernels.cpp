@@ -18,6 +18,9 @@ extern "C" {
 // Whether this machine has a use for int8 weights in quads.
 int64_t eyas_quads() { return QUADS_HERE; }
 
+// Whether it adds up products of bfloat16.
+int64_t eyas_halves() { return HALVES_HERE; }
+
 // Whether it has matrix units, and the system lets this process use them.
 int64_t eyas_units() { return units_here; }
 

@@ -13,7 +13,7 @@ static void panels(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
     const int64_t count = (M + MOST - 1) / MOST, width = end == GATE ? LANES : PANEL;
     const int64_t bytes = F::bytes(w.inputs);
     const bool crowded = M > 4 && ldx % SETS == 0;  // rows that would push each other out
-    const Rows* ready = F::digits || crowded ? rows_of<F>(x, ldx, M, w.inputs, count) : nullptr;
+    const Rows* ready = F::width || crowded ? rows_of<F>(x, ldx, M, w.inputs, count) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const char* panel = (const char*)w.data + n * bytes;
@@ -36,7 +36,7 @@ static void by_digits(const Matrix& w, const float* x, int64_t ldx, int64_t M, f
 
 // Inside a parallel region, as everything below: y [M, outputs] from x [M, inputs].
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy, End end) {
-    const int64_t width = w.kind == QUADS || w.kind == INT4 ? w.digits : 6;  // bytes that a number of x takes, or nearly
+    const int64_t width = w.kind == QUADS || w.kind == INT4 ? w.digits : w.kind == BFLOAT16 ? 2 * w.digits : 6;  // bytes of a number of x, or nearly
     const int64_t most = std::max(LEAST, std::min(BLOCK, NEAR_ROWS / (w.inputs * width)));
     const int64_t blocks = (M + most - 1) / most;
     for (int64_t i = 0; i < blocks; i++) {
@@ -44,6 +44,7 @@ static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
         if (w.kind == QUADS) by_digits<Quad>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else if (w.kind == INT4) by_digits<Nibbles>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else if (w.kind == INT8) panels<int8_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
+        else if (w.kind == BFLOAT16 && w.digits == 1) panels<Half>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else if (w.kind == BFLOAT16) panels<uint16_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
         else panels<float>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, end);
     }

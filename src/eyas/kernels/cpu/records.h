@@ -9,7 +9,7 @@ struct Matrix {
     const void* data;    // panels, as tiles.h says; null: there is none
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
-    int64_t kind, digits, inputs, outputs;  // digits: of what QUADS and INT4 are multiplied by; outputs: a multiple of 32
+    int64_t kind, digits, inputs, outputs;  // digits: that x is taken apart into for QUADS and INT4, and parts for BFLOAT16; outputs: a multiple of 32
 };
 
 struct Layer {

@@ -1,10 +1,11 @@
 // Products of a few rows of x with a panel: the weights of 32 outputs.
 //
-// A panel is [input][32] for float and int8_t. bfloat16 stands in pairs of inputs, [input / 2][32][2], as a pair of numbers becomes two
-// floats with one operation each. Where the machine adds up products of bytes (VNNI), int8 stands in quads, [input / 4][32][4], and x is
-// taken apart into digits of eight bits, three unless fewer were asked for: sums of whole numbers have no rounding at all, and four inputs are worth one instruction
-// for each digit, where floats take one for each input. int4 stands in groups of 32 inputs, each of them 4 x [32][4] bytes, which hold a
-// quad in their lower and the next one in their upper halves, and then the 32 outputs' scales in bfloat16.
+// A panel is [input][32] for float and int8_t. bfloat16 stands in pairs of inputs, [input / 2][32][2]: a pair becomes two floats with one
+// operation each or, where x is rounded to bfloat16 as well, is multiplied as it stands by a pair of x. Where the machine adds up products
+// of bytes (VNNI), int8 stands in quads, [input / 4][32][4], and x is taken apart into digits of eight bits, three unless fewer were asked
+// for: sums of whole numbers have no rounding at all, and four inputs are worth one instruction for each digit, where floats take one for
+// each input. int4 stands in groups of 32 inputs, each of them 4 x [32][4] bytes, which hold a quad in their lower and the next one in their
+// upper halves, and then the 32 outputs' scales in bfloat16.
 //
 // How exact three digits are: x is taken to within 2^-23 of its row's largest, which is at most sqrt(K) times the root mean square of its K
 // numbers, and nothing else is lost. Measured against float64, products lose less than by floats in order (1.3e-7 against 3.5e-7 of
@@ -18,7 +19,7 @@ enum End : int { STORE, ADD, GATE };  // what is done with a linear layer's outp
 struct Input {  // of a tile, from its first row on
     const float* x;  // [row][ldx]
     int64_t ldx;
-    const int8_t* digits;  // or [input / 4][row][digit, the least first][4]
+    const int8_t* digits;  // or [input / 4][row][digit, the least first][4]; or in bfloat16, [input / 2][row][2]
     const float* step;     // [row] what one is worth
     const int32_t* start;  // [group][row][digit] what their sums begin with; quads are one group
 };
@@ -33,6 +34,9 @@ struct Ahead {  // what is fetched meanwhile: of the panel that comes next, the 
     }
 };
 
+// A tile is never a part of what calls it: there compilers leave the sums of few rows in memory, which takes twice as long.
+#define APART static __attribute__((noinline))
+
 constexpr int64_t GROUP = 32, GROUP_BYTES = GROUP * PANEL / 2 + 2 * PANEL;  // inputs of int4 that share scales
 
 template <int DIGITS>
@@ -41,19 +45,25 @@ struct Quad { uint8_t byte; };  // a weight + 128; what it is multiplied by has 
 template <int DIGITS>
 struct Nibbles { uint8_t byte; };  // two weights + 8, likewise; and scales
 
+struct Half { uint16_t bits; };  // a weight in bfloat16; what it is multiplied by is rounded to that
+
 template <class W>
-struct Form {
-    static constexpr int rows = TILE, digits = 0, zero = 0, step = sizeof(W) == 1 ? PANEL : 128;  // step: bytes that are read at once
+struct Form {  // width: bytes that a number of x takes; 0: it stays a float
+    static constexpr int rows = TILE, digits = 0, width = 0, zero = 0, step = sizeof(W) == 1 ? PANEL : 128;  // step: bytes that are read at once
     static int64_t group(int64_t inputs) { return inputs; }
     static int64_t bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }  // of a panel
 };
 template <int DIGITS>
 struct Form<Quad<DIGITS>> : Form<uint8_t> {
-    static constexpr int rows = 12 / DIGITS, digits = DIGITS, zero = 128, step = 128;  // 24 sums, 2 weights and a digit in 32 registers
+    static constexpr int rows = 12 / DIGITS, digits = DIGITS, width = DIGITS, zero = 128, step = 128;  // 24 sums, 2 weights and a digit in 32 registers
+};
+template <>
+struct Form<Half> : Form<uint16_t> {
+    static constexpr int width = 2;
 };
 template <int DIGITS>
 struct Form<Nibbles<DIGITS>> {
-    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, zero = 8, step = GROUP_BYTES / 4;  // beside the sums as many floats as a digit has sums
+    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, width = DIGITS, zero = 8, step = GROUP_BYTES / 4;  // beside the sums as many floats as a digit has sums
     static int64_t group(int64_t) { return GROUP; }
     static int64_t bytes(int64_t inputs) { return inputs / GROUP * GROUP_BYTES; }
 };
@@ -86,7 +96,7 @@ static inline void add(Floats (&a)[ROWS][2], Floats first, Floats second, const 
 }
 
 template <int ROWS, class W>
-static void tile(const Input& in, const W* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+APART void tile(const Input& in, const W* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
     Floats a[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL) {
         ahead.fetch();
@@ -96,7 +106,7 @@ static void tile(const Input& in, const W* w, int64_t inputs, Ahead ahead, const
 }
 
 template <int ROWS>
-static void tile(const Input& in, const uint16_t* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+APART void tile(const Input& in, const uint16_t* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
     Floats a[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL) {
         Ints first, second;
@@ -116,7 +126,7 @@ constexpr bool QUADS_HERE = true;
 static inline void dot(__m512i& a, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(w), "v"(x)); }
 
 template <int ROWS, int DIGITS>
-static void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+APART void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
     __m512i a[ROWS * DIGITS][2];
     const int8_t* digits = in.digits;
 #pragma GCC unroll 12
@@ -147,7 +157,7 @@ static void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead a
 }
 
 template <int ROWS, int DIGITS>
-static void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahead ahead, const float*, const float* bias, float* y, int64_t ldy, End end) {
+APART void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahead ahead, const float*, const float* bias, float* y, int64_t ldy, End end) {
     Floats sums[ROWS][2] = {};
     const uint8_t* at = (const uint8_t*)w;
     const int8_t* digits = in.digits;
@@ -240,6 +250,49 @@ template <int DIGITS>
 static void take_apart(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*, int32_t*) {}
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr bool HALVES_HERE = true;
+
+template <int ROWS>
+APART void tile(const Input& in, const Half* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+    __m512 a[ROWS][2];
+    const int8_t* pairs = in.digits;
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, pairs += 4 * ROWS) {
+        const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + PANEL);
+        ahead.fetch();
+#pragma GCC unroll 12
+        for (int m = 0; m < ROWS; m++) {
+            int32_t two;
+            std::memcpy(&two, pairs + 4 * m, sizeof two);
+            const __m512i x = _mm512_set1_epi32(two);
+            asm("vdpbf16ps %2, %1, %0" : "+v"(a[m][0]) : "v"(first), "v"(x));  // as `dot`
+            asm("vdpbf16ps %2, %1, %0" : "+v"(a[m][1]) : "v"(second), "v"(x));
+        }
+    }
+    Floats sums[ROWS][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; m++) sums[m][0] = (Floats)a[m][0], sums[m][1] = (Floats)a[m][1];
+    for (int m = 0; m < ROWS; m++) finish(sums[m][0], sums[m][1], scale, bias, y + m * ldy, end);
+}
+
+// A row [K], K a multiple of 16, in bfloat16, every two of them `rows` twos after the last.
+static void round_off(const float* x, int64_t K, int64_t rows, int8_t* pairs) {
+    for (int64_t k = 0; k < K; k += LANES) {
+        int32_t twos[LANES / 2];
+        _mm256_storeu_si256((__m256i*)twos, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
+        for (int i = 0; i < LANES / 2; i++) std::memcpy(pairs + (k / 2 + i) * rows * 4, twos + i, 4);
+    }
+}
+#else
+constexpr bool HALVES_HERE = false;
+
+template <int ROWS>
+static void tile(const Input&, const Half*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
+static void round_off(const float*, int64_t, int64_t, int8_t*) {}
+#endif
+
 template <class W, int ROWS>
 static void tiles(int64_t rows, const Input& in, const W* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
     if constexpr (ROWS > 1)
@@ -256,18 +309,18 @@ struct Rows {
 
     template <class F>
     Input from(int64_t m, int64_t K) const {
-        if (F::digits) return {nullptr, 0, bytes.data() + m * K * F::digits, step.data() + m, start.data() + m * F::digits * (K / F::group(K))};
+        if (F::width) return {nullptr, 0, bytes.data() + m * K * F::width, step.data() + m, start.data() + m * F::digits * (K / F::group(K))};
         return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
     }
 
     template <class F>
     void fit(int64_t M, int64_t K) {
         const int64_t starts = M * F::digits * (K / F::group(K));
-        if (!F::digits) {
+        if (!F::width) {
             if ((int64_t)copy.size() < M * (K + LANES)) copy.resize(M * (K + LANES));
             return;
         }
-        if ((int64_t)bytes.size() < M * K * F::digits) bytes.resize(M * K * F::digits);
+        if ((int64_t)bytes.size() < M * K * F::width) bytes.resize(M * K * F::width);
         if ((int64_t)step.size() < M) step.resize(M);
         if ((int64_t)start.size() < starts) start.resize(starts);
     }
@@ -275,11 +328,12 @@ struct Rows {
     template <class F>
     void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
         const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first, group = F::group(K);
+        int8_t* own = bytes.data() + first * K * F::width;
         for (int64_t m = first; m < first + rows; m++) {
             if constexpr (F::digits > 0)
                 take_apart<F::digits>(
-                    x + m * ldx, K, group, F::zero, rows, bytes.data() + (first * K + (m - first) * 4) * F::digits, &step[m],
-                    &start[(first * (K / group) + m - first) * F::digits]);
+                    x + m * ldx, K, group, F::zero, rows, own + (m - first) * 4 * F::digits, &step[m], &start[(first * (K / group) + m - first) * F::digits]);
+            else if constexpr (F::width > 0) round_off(x + m * ldx, K, rows, own + (m - first) * 4);
             else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }

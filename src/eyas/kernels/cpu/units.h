@@ -1,8 +1,9 @@
 // Products by matrix units (AMX), where the machine has them: sixteen rows by sixteen outputs, 64 bytes deep, with one operation.
 //
 // What a row of x is taken apart into are rows of their own here: its digits of eight bits, multiplied by quads, or its three parts in
-// bfloat16, whose sum it is to within 2^-24 of itself (what is below 1e-33 or above 3.39e38 apart), multiplied by bfloat16 weights. Up to 48 such rows pass a panel together, and further
-// ones while it is near: as many tokens as a tree has nodes cost little more than one, whose weights have to be read all the same.
+// bfloat16, whose sum it is to within 2^-24 of itself (what is below 1e-33 or above 3.39e38 apart), multiplied by bfloat16 weights; where x
+// is rounded, the first part alone. Up to 48 such rows pass a panel together, and further ones while it is near: as many tokens as a tree
+// has nodes cost little more than one, whose weights have to be read all the same.
 //
 // Sums of bytes are whole numbers, the same as in tiles.h to the last bit, so one or two tokens, for which vectors are faster, are left to them.
 // Sums of bfloat16 are float32's, each row's for itself and always in this order, so they are made here for any number of rows.
@@ -30,6 +31,10 @@ struct Units<Quad<DIGITS>> {
 template <>
 struct Units<uint16_t> {
     static constexpr int parts = 3, least = 0, inputs = 32;
+};
+template <>
+struct Units<Half> {
+    static constexpr int parts = 1, least = 0, inputs = 32;
 };
 
 constexpr int64_t PART = 8;  // steps of a panel that several groups read one after the other: 16 KB
@@ -154,12 +159,13 @@ static void take_digits(const float* x, int64_t K, float* step, int32_t* start, 
     for (int d = 0; d < DIGITS; d++) start[d] = -Form<Quad<DIGITS>>::zero * _mm512_reduce_add_epi32(sums[d]);
 }
 
-// The three parts of a row [K] in bfloat16, K a multiple of 32.
+// The parts of a row [K] in bfloat16, K a multiple of 32.
+template <int PARTS>
 static void take_halves(const float* x, int64_t K, char* const* to, int64_t stride) {
     for (int64_t k = 0, at = 0; k < K; k += 2 * LANES, at += stride) {
         __m512 first = _mm512_loadu_ps(x + k), second = _mm512_loadu_ps(x + k + LANES);
 #pragma GCC unroll 3
-        for (int part = 0; part < 3; part++) {
+        for (int part = 0; part < PARTS; part++) {
             const __m256i low = (__m256i)_mm512_cvtneps_pbh(first), high = (__m256i)_mm512_cvtneps_pbh(second);
             _mm512_storeu_si512(to[part] + at, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
             first = _mm512_sub_ps(first, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
@@ -194,7 +200,7 @@ struct UnitRows {
             char* to[parts];
             for (int part = 0; part < parts; part++, row++) to[part] = own + row / groups.rows * UNIT + row % groups.rows * DEEP;
             if constexpr (Units<W>::inputs == 64) take_digits<parts>(x + m * ldx, K, &step[m], &start[m * parts], to, groups.units * UNIT);
-            else take_halves(x + m * ldx, K, to, groups.units * UNIT);
+            else take_halves<parts>(x + m * ldx, K, to, groups.units * UNIT);
         }
     }
 };

@@ -64,7 +64,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
                 raise
             skipped[spec] = str(error)
         else:
-            found[spec] = Drafting(spec, drafter, head, judge, auto(drafter, spare=rates is None) if mode == "auto" else None)
+            found[spec] = Drafting(spec, drafter, _called(head), judge, auto(drafter, spare=rates is None) if mode == "auto" else None)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
     return [found.pop(VANILLA), *theirs, *found.values()], skipped
 
@@ -90,6 +90,14 @@ def _theirs(llm: LLM, ours: Iterable[Drafting], plain: bool, skipped: dict[str, 
         else:
             works.append(contestant)
     return works
+
+
+def _called(head: str | None) -> str | None:
+    """How the summary names it: an embedded head not by where it lies on this machine."""
+    from eyas import tiny
+
+    mine = {str(path): f"embedded {name}" for name, path in tiny.HEADS.items()}
+    return None if head is None else mine.get(head, head)
 
 
 def _heads(llm: LLM, given: Mapping[str, Any]) -> dict[str, str]:

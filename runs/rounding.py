@@ -21,6 +21,7 @@ from _common import command, interval, machine, run
 from rich.progress import track
 
 import eyas
+from eyas import kernels
 from eyas.errors import OptionError
 from eyas.llm import LLM
 from eyas.train.state import write_text
@@ -62,6 +63,9 @@ def main() -> None:
     before, rows = machine(), list[dict[str, Any]]()
     exact: list[tuple[float, torch.Tensor]] = []
     for weights, activations in FORMS:
+        if activations == "bfloat16" and kernels.available() and not kernels.adds_up_halves():
+            print("activations bfloat16: left out, this CPU does not add up products of bfloat16 (AVX-512 BF16)", flush=True)
+            continue
         llm = eyas.load(args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations)
         if not llm.target.by_kernels:
             raise OptionError("rounded numbers are a matter of the compiled kernels, and this model has none: `eyas doctor` says why")

@@ -151,9 +151,10 @@ def costs(base: LLM) -> dict[str, Any]:
             for weight in other.parameters():
                 weight.copy_(weight.to(getattr(torch, form)).float())
         found[f"kernels, {form} weights (random), by nodes"] = verify_cost(fast.prepared(Target(other)))
-    bytes_add_up = target.by_kernels and target.run.form.exact and kernels.adds_up_bytes()
-    forms = [("bfloat16", "bfloat16")] if target.by_kernels and kernels.adds_up_halves() else []
-    for weights, activations in [*forms, ("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if bytes_add_up else forms:
+    exact = target.by_kernels and target.run.form.exact
+    forms = [("bfloat16", "bfloat16")] if exact and kernels.adds_up_halves() else []
+    forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.adds_up_bytes() else []
+    for weights, activations in forms:
         rounded = fast.prepared(Target(target.model), weights=weights, activations=activations)
         found[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(rounded)
     contexts = [c for c in CONTEXTS if c < target.context - 64]

@@ -172,7 +172,7 @@ halves_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_ha
 
 
 @halves_only
-@pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
+@pytest.mark.parametrize("inputs", [16, 32, 48, 96, 1024, 2816])
 def test_products_of_bfloat16(inputs: int) -> None:
     """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits for a row alone and
     among any number of others, by vectors and by matrix units; what is not finite stays in its row."""

@@ -119,7 +119,8 @@ def load(
         dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
             On a GPU "on" = CUDA graphs; "compile" = with layers by torch.compile.
-        weights: "exact" = the target's as they are; "bfloat16", "int8", "int4" = rounded, by the kernels: faster, and a target of its own.
+        weights: "exact" = the target's as they are; "bfloat16", "int8", "int4" = rounded, by the kernels: a target of its own, and
+            faster where that is fewer bytes.
         activations: what weights are multiplied by: "exact" = as exact as float32; rounded, by the kernels, so that larger trees pay and
             prompts are read faster, as a target of its own: "bfloat16" (weights kept so), "int16", "int8" (weights kept as int8 or int4).
         draft_weights: "fp8" = the head's rounded, on GPUs that multiply it; "int4" = by the kernels: changes what is guessed, never what is

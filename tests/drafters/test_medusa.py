@@ -76,11 +76,12 @@ def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
 
 
 def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
-    """Guards the beginning of training: every head says what the target's head says, exactly."""
+    """Guards the beginning of training: every head says what the target's head says, up to the order of sums, which is another for another
+    number of rows on some processors."""
     feature_BD = features(target, 3)
     for output in ("own", "target"):
         logits_BKV = make("medusa", target, "fresh", **{"head.output": output, "head.blocks": 2}).logits(feature_BD, 4)
-        assert torch.equal(logits_BKV, target.head(feature_BD)[:, None].expand(-1, 4, -1))
+        torch.testing.assert_close(logits_BKV, target.head(feature_BD)[:, None].expand(-1, 4, -1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_features_that_heads_read(target: Target) -> None:

@@ -99,7 +99,7 @@ MODEL_BASE = stack(
         "--weights",
         type=click.Choice(["exact", "bfloat16", "int8", "int4"]),
         default="exact",
-        help="Of the target: as they are; bfloat16, int8, int4: rounded, by the kernels: faster, and another target.",
+        help="Of the target: as they are; bfloat16, int8, int4: rounded, by the kernels: another target, faster if these are fewer bytes.",
     ),
     option(
         "Machine",

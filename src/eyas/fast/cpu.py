@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
+from eyas.errors import OptionError
 from eyas.fast._threads import Threads
 from eyas.kernels import EXACT, HEAD_DIMS, Form, Layers, Pass, Shape, Team
 from eyas.target import OwnForward, Runner, Target, Work
@@ -37,7 +38,7 @@ class UnsuitedError(Exception):
 
 
 def runner(target: Target, form: Form = EXACT) -> CpuRunner:
-    """A runner for the target; UnsuitedError, with the reason, when there is none.
+    """A runner for the target; UnsuitedError, with the reason, when there is none; OptionError where the form would change nothing.
 
     form: of its linear layers; where that is not exact it makes another target of it: plain decoding and trees are both its own.
     """
@@ -179,7 +180,8 @@ class CpuRunner:
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check_form(self, form: Form) -> None:
-        """UnsuitedError where this form would change nothing: this machine's products are others, or the weights are kept otherwise."""
+        """UnsuitedError where this machine has not the products that a form asks for; OptionError where its activations would change
+        nothing, as weights are kept otherwise."""
         halves = form.activations == "bfloat16"
         if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.adds_up_bytes():
             raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
@@ -194,7 +196,13 @@ class CpuRunner:
             kinds = ["int8" if m.kind == "quads" else m.kind for m in matrices]
         suited = ("bfloat16",) if halves else ("int8", "int4")
         if other := next((kind for kind in kinds if kind not in suited), None):
-            raise UnsuitedError(f"its weights are kept as {other}, and this is for {' and '.join(suited)} weights: add weights {suited[0]}")
+            instead = {"bfloat16": ", or activations bfloat16", "int8": ", or activations int8", "int4": ", or activations int8"}.get(
+                other, ""
+            )
+            raise OptionError(
+                f"activations {form.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
+                f"take weights {suited[0]}{instead}"
+            )
 
     @torch.inference_mode()
     def check(self) -> None:

@@ -1,9 +1,9 @@
 // A decoder layer's forward on a CPU: plain C++ with vector types, no library but OpenMP. Compiled for the machine at hand (_build.py).
 //
 // Weights are read in the form that they are stored in (float32, bfloat16, int8 or int4 with scales), in panels of 32 outputs; everything is
-// worked out in float32, or in whole numbers: as exact, or rounded on request (tiles.h).
+// worked out in float32, or in whole numbers: as exact, or rounded on request, also to bfloat16 (tiles.h).
 //
-// What every result is made of, and in which order, depends on its own row alone: an output is summed over the inputs one by one, a
+// What every result is made of, and in which order, depends on its own row alone: an output is summed over the inputs in one order, a
 // softmax and what it weighs over the visible slots in order. So a token's logits are the same to the last bit whether it is forwarded
 // alone, in a tree, or in a batch, and with any number of threads.
 //

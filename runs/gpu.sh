@@ -24,6 +24,7 @@ METHODS=eagle3:head=random:tree.nodes=60:tree.depth=8:tree.branch=10,eagle3:head
 
 mkdir -p "$OUT"
 "$PYTHON" -m eyas doctor --json > "$OUT/doctor.json" || true
+"$PYTHON" -m eyas generate "Hello" --device "$DEVICE" --max-new-tokens 1 > "$OUT/hello.txt" 2>&1 || { cat "$OUT/hello.txt" >&2; exit 2; }  # before 13 GB are made
 for kernels in $KERNELS; do
     for shape in $SHAPES; do
         "$PYTHON" runs/random_target.py --shape "$shape" --contexts "$CONTEXTS" --output "$OUT/$shape"

@@ -46,7 +46,9 @@ def main() -> None:
         torch.manual_seed(0)
         with torch.device(args.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(args.output)
+        partly = args.output.with_name(f"{args.output.name}.part")  # the config is written before the weights: whole or not at all
+        model.save_pretrained(partly)
+        partly.replace(args.output)
     dice = torch.Generator().manual_seed(1)
     for length in map(int, args.contexts.split(",")):
         ids = torch.randint(3, config.vocab_size, (args.prompts, length), generator=dice).tolist()

@@ -64,6 +64,7 @@ def test_the_object_that_other_programs_read(run: Run, bench: tuple[object, ...]
     assert all(row["equal"] and row["prompts"] == 3 and row["tokens"] == rows["vanilla"]["tokens"] for row in rows.values())
     assert found["machine"]["cpu"]
     assert found["settings"]["methods"]["eagle2"]["tree"]["nodes"] == 6
+    assert found["settings"]["methods"]["eagle2"]["head"] == str(world / "head")
 
 
 def test_a_small_model_assists_transformers_too(run: Run, bench: tuple[object, ...], small: Path) -> None:
@@ -97,6 +98,7 @@ def test_small_trees_of_the_embedded_model(run: Run, tmp_path: Path, prompts: Pa
 
     def trees(*given: object) -> dict[str, Any]:
         found = summary_of(run(*command, *given, "--restart"))
+        assert found["settings"]["methods"]["eagle2"]["head"] == "embedded eagle1", "not where it lies on this machine"
         return {name: {k: tree.get(k) for k in ("nodes", "depth")} for name, about in found["settings"]["methods"].items()
                 if (tree := about.get("tree"))}  # fmt: skip
 

@@ -17,8 +17,8 @@ from _command import run as run
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap
 
+from eyas.core.drafter import build_options
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
 from eyas.errors import InputError
 
 # Okabe and Ito's, which the colour-blind can tell apart
@@ -30,7 +30,7 @@ def variant(head: Drafter, method: str, options: dict[str, object]) -> Drafter:
     """The same head under another method of its family and other options."""
     kind = find(method)
     drafter = copy.copy(head) if kind.needs_weights else kind(head.target)
-    drafter.__class__, drafter.options = kind, options_from(kind.Options, options)
+    drafter.__class__, drafter.options = kind, build_options(kind.Options, options)
     return drafter
 
 

@@ -31,11 +31,11 @@ from torch import Tensor
 
 import eyas
 from eyas import checkpoints
-from eyas.decode import Decoder
+from eyas.api import LLM
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
 from eyas.errors import EyasError
-from eyas.llm import LLM
 from eyas.train.alpha import acceptance_by_depth
 from eyas.train.data import Batches, Data, Example, Examples, Report, data_hash, read
 from eyas.train.features import fill, studied
@@ -105,9 +105,9 @@ class Head:
     def name(self) -> str:
         return f"{slug(self.kind)}-seed{self.seed}"
 
-    def fresh(self, llm: LLM, counts_V: Tensor) -> Drafter:
+    def init_for_training(self, llm: LLM, counts_V: Tensor) -> Drafter:
         kind = find(self.method)
-        return kind.fresh(llm.target, options_from(kind.Options, self.options), self.seed, counts_V)
+        return kind.init_for_training(llm.target, build_options(kind.Options, self.options), self.seed, counts_V)
 
 
 def slug(text: str) -> str:
@@ -150,7 +150,7 @@ def tokens_of(examples: Sequence[Example]) -> int:
 def layers_of(llm: LLM, heads: Iterable[tuple[str, Options]]) -> tuple[int, ...]:
     """What the losses of these methods, with these options, read of the target."""
     kinds = [(find(method), options) for method, options in heads]
-    return studied(llm.target, [(kind, options_from(kind.Options, options)) for kind, options in kinds])
+    return studied(llm.target, [(kind, build_options(kind.Options, options)) for kind, options in kinds])
 
 
 def features(
@@ -224,7 +224,7 @@ def train_head(llm: LLM, head: Head, data: Data, steps: int, counts_V: Tensor, a
         heldout_tokens=args.heldout_tokens, seed=head.seed, eval_every=-(-steps // args.evaluations), save_every=20,
     )  # fmt: skip
     print(f"-- {folder.relative_to(args.work)}: {head.method}, lr {head.lr:g}, {steps} steps", file=sys.stderr, flush=True)
-    drafter = head.fresh(llm, counts_V)
+    drafter = head.init_for_training(llm, counts_V)
     with bar() as show:
         done = train(drafter, data.train, data.heldout, config, folder, progress=show)
     if done.interrupted:
@@ -325,7 +325,7 @@ class Exam:
     def drafters(self, method: str, folder: Path) -> dict[str, Drafter]:
         kind, weights, found = find(method), checkpoints.load(str(folder)), dict[str, Drafter]()
         for name, options in self.shapes.items():
-            loaded = kind.load(weights, self.llm.target, options_from(kind.Options, options or {}))
+            loaded = kind.load(weights, self.llm.target, build_options(kind.Options, options or {}))
             found[name] = loaded.chain(CHAIN) if options is None else loaded
         return {**({"vanilla": self.llm.drafter} if self.beside else {}), **found}
 

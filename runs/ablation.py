@@ -26,8 +26,8 @@ from _command import run
 from _heads import Exam, Head, Options, Results, eagle3_options, slug, tree_options
 from torch import Tensor
 
+from eyas.api import LLM
 from eyas.errors import EyasError
-from eyas.llm import LLM
 from eyas.train.data import Data
 from eyas.train.vocab import count_tokens
 

@@ -29,10 +29,10 @@ from scipy.stats import bootstrap
 
 import eyas
 from eyas import checkpoints, tiny
-from eyas.decode import Decoder
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder
+from eyas.core.target import Target
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
-from eyas.target import Target
 from eyas.train.alpha import acceptance_by_depth
 
 DYNAMIC = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}
@@ -50,7 +50,7 @@ METHODS = {
 def drafter_of(target: Target, method: str, options: dict[str, object], head: str | None) -> Drafter:
     kind = find(method)
     weights = checkpoints.load(head) if kind.needs_weights else None
-    return kind.load(weights, target, options_from(kind.Options, options))
+    return kind.load(weights, target, build_options(kind.Options, options))
 
 
 def drafters_of(target: Target, heads: dict[str, str | None]) -> dict[str, Drafter]:

@@ -20,10 +20,10 @@ from _common import Rows, command, interval, machine, over_over, run
 from rich.progress import track
 
 import eyas
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
-from eyas.sampling import Sampling
 
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "vanilla": ("vanilla", {}),
@@ -36,7 +36,7 @@ PUBLISHED = {"1": 2.90, "2": 2.87, "3": 2.65, "4": 2.76}
 
 def drafter_of(llm: eyas.LLM, method: str, options: dict[str, object]) -> Drafter:
     kind, head = find(method), llm.drafter
-    chosen = options_from(kind.Options, options)
+    chosen = build_options(kind.Options, options)
     return kind(llm.target, chosen, head.net, head.shape, head.embed_tokens) if kind.needs_weights else kind(llm.target, chosen)
 
 

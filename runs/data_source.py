@@ -22,8 +22,8 @@ import _heads
 from _command import run
 from _heads import Exam, Head, Results, eagle3_options, tree_options
 
+from eyas.api import LLM
 from eyas.errors import EyasError, InputError
-from eyas.llm import LLM
 from eyas.train._chat import ChatReader, normalise
 from eyas.train.data import FIRST_COUNTABLE, Example, Examples
 from eyas.train.vocab import count_tokens

@@ -35,11 +35,11 @@ from rich.progress import track
 from torch import Tensor
 
 import eyas
+from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import Drafter
-from eyas.drafters._base import DraftSession, Roots
 from eyas.drafters._eagle import EagleSession
-from eyas.sampling import Noise, Sampling
-from eyas.tree import Draft, Seen, Verdict
 
 CHUNK = 512  # pairs that a session is fed at a time, as the target's prefill does
 METHODS = ("vanilla", "eagle3", "seagle")
@@ -102,12 +102,12 @@ class Timer:
         return {"wall": [round(x, 3) for x in self.wall], "cpu": [round(x, 3) for x in self.cpu]}
 
 
-def roots_at(position: int, token: Tensor) -> Roots:
+def roots_at(position: int, token: Tensor) -> CycleInput:
     """One greedy row whose root stands at that position."""
     sampling = (Sampling(),)
     ones = torch.ones(1, dtype=torch.bool, device=token.device)
     place = torch.full((1,), position, device=token.device)
-    return Roots(token, place, ones, sampling, Noise.of(sampling, token.device), position)
+    return CycleInput(token, place, ones, sampling, GumbelNoise.of(sampling, token.device), position)
 
 
 def nothing_accepted(draft: Draft) -> Verdict:
@@ -135,7 +135,7 @@ class Bench:
     @torch.inference_mode()
     def __init__(self, drafter: Drafter, context: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        device, width = drafter.target.device, len(drafter.wants) * drafter.target.hidden_size
+        device, width = drafter.target.device, len(drafter.feature_layers) * drafter.target.hidden_size
         self.features_TF = torch.randn(CHUNK, width, generator=generator).to(device, drafter.target.dtype)
         self.tokens_T = torch.randint(drafter.target.vocab_size, (CHUNK,), generator=generator).to(device)
         self.session, self.position = drafter.open(1), context
@@ -151,7 +151,7 @@ class Bench:
         roots = roots_at(self.position, self.tokens_T[self.position % CHUNK][None])
         with self.cycles:
             draft = self.session.draft(roots)
-            seen = Seen(self.features_TF[:0], self.features_TF[None, : draft.tree.nodes])  # the draft reads features only
+            seen = TargetOutput(self.features_TF[:0], self.features_TF[None, : draft.tree.nodes])  # the draft reads features only
             self.session.commit(draft, nothing_accepted(draft), seen)
         self.position += 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import eyas
-from eyas.decode import Decoder, Step
+from eyas.core.engine import Decoder, Step
 
 
 def draw(step: Step, words: list[str], bonus: str) -> list[str]:

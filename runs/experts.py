@@ -21,13 +21,13 @@ import torch
 from _command import command, machine, run
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from eyas.adaptive.cost import verify_cost
 from eyas.bench.simulate import expected_tau, simulated
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
+from eyas.core.tree import Tree
 from eyas.drafters import find
-from eyas.drafters._base import options_from
-from eyas.target import Target
-from eyas.tree import Tree
-from eyas.tune.cost import verify_cost
 
 RATES = (0.67, 0.62, 0.61, 0.64, 0.63)  # EAGLE-1, table 3: n-alpha of Mixtral 8x7B; published speed-up 1.50x, tau 3.25
 PUBLISHED = {"speedup": 1.50, "tau": 3.25}
@@ -80,7 +80,7 @@ def cycles(target: Target, method: str, options: dict[str, object], tau: float, 
     kind = find(method)
     drafters = {
         "vanilla": (find("vanilla")(target), {}),
-        method: (kind.random(target, options_from(kind.Options, options)), {"verify": simulated(RATES)}),
+        method: (kind.random(target, build_options(kind.Options, options)), {"verify": simulated(RATES)}),
     }
     prompt = tuple(torch.randint(target.vocab_size, (256,), generator=torch.Generator().manual_seed(1)).tolist())
     times: dict[str, list[float]] = {name: [] for name in drafters}

@@ -23,10 +23,10 @@ from rich.progress import track
 
 import eyas
 from eyas import tiny
+from eyas.api import LLM
 from eyas.bench.tasks import load as load_task
+from eyas.core.drafter import build_options
 from eyas.drafters import find
-from eyas.drafters._base import options_from
-from eyas.llm import LLM
 from eyas.train.state import write_text
 
 TREE = {"tree.nodes": 12, "tree.depth": 5, "tree.branch": 3}
@@ -52,7 +52,7 @@ def main() -> None:
         said = [plain.generate(prompt, max_new_tokens=args.max_new_tokens).token_ids for prompt in track(prompts, f"plain, {dtype}")]
         for method, _, head in (named.partition("=") for named in args.draft or own):
             kind = find(method)
-            llm = LLM(plain.target, kind.from_source(head, plain.target, options_from(kind.Options, TREE)), plain.tokenizer)
+            llm = LLM(plain.target, kind.from_pretrained(head, plain.target, build_options(kind.Options, TREE)), plain.tokenizer)
             flips = []
             for prompt, true in zip(track(prompts, f"{method}, {dtype}"), said, strict=True):
                 text = llm.generate(prompt, max_new_tokens=args.max_new_tokens).token_ids

@@ -18,12 +18,12 @@ import torch
 from _common import command, interval, machine, over_over, run
 from rich.progress import track
 
-from eyas import fast
+from eyas import runners
 from eyas.bench.simulate import parse_rates, simulated
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
-from eyas.target import Target
 from eyas.train.state import write_text
 
 
@@ -53,12 +53,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    target = fast.prepared(Target.load(args.target, args.dtype, args.device), args.kernels)
+    target = runners.prepared(Target.load(args.target, args.dtype, args.device), args.kernels)
     kind = find("eagle3")
     entered: dict[str, Drafter] = {"vanilla": find("vanilla").load(None, target)}
     for tree in args.trees.split(","):
         names = zip(("tree.nodes", "tree.depth", "tree.branch"), map(int, tree.split("/")), strict=True)
-        entered[f"eagle3 {tree}"] = kind.random(target, options_from(kind.Options, dict(names)))
+        entered[f"eagle3 {tree}"] = kind.random(target, build_options(kind.Options, dict(names)))
     dice, found = torch.Generator().manual_seed(2), list[dict[str, Any]]()
     for rows in map(int, args.rows.split(",")):
         prompts = [tuple(torch.randint(3, target.vocab_size, (args.context,), generator=dice).tolist()) for _ in range(rows)]

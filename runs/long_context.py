@@ -40,16 +40,16 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import eyas
-from eyas.cache import WindowCache
-from eyas.decode import Decoder, Request
+from eyas.core.cache import WindowCache
+from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import OnChunk, Target
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 from eyas.drafters import Drafter
-from eyas.drafters._base import DraftSession, Roots
 from eyas.errors import InputError
 from eyas.nn import Attention
-from eyas.sampling import Sampling
-from eyas.target import OnChunk, Target
 from eyas.text import render
-from eyas.tree import Draft, Seen, Tree, Verdict
 
 ASK = "Summarize the following passage in a single paragraph.\n\n"
 TASKS = ("continue", "summary")
@@ -140,7 +140,7 @@ class Replay:
     def __init__(self, target: Target, tapes: Sequence[Tape]) -> None:
         self.vocab_size, self.device, self.dtype, self.tapes = target.vocab_size, target.device, target.dtype, tapes
 
-    def open(self, rows: int, wants: Sequence[int]) -> ReplaySession:
+    def open(self, rows: int, feature_layers: Sequence[int]) -> ReplaySession:
         return ReplaySession(self)
 
 
@@ -169,11 +169,11 @@ class ReplaySession:
         on_chunk(torch.tensor(tokens, device=self.device), self.features_BTF[row, :n], 0)
         return torch.zeros(self.vocab_size, device=self.device).index_fill(0, self.next_BT[row, n - 1], 1.0)
 
-    def forward(self, tokens_BN: Tensor, tree: Tree) -> Seen:
+    def forward(self, tokens_BN: Tensor, tree: Tree) -> TargetOutput:
         at_BN = torch.minimum(self.length_B[:, None] + tree.depth_BN, self.end_B[:, None])  # what lies past the end is never emitted
         row_B1 = torch.arange(len(self.tapes), device=self.device)[:, None]
         logits_BNV = torch.zeros(*at_BN.shape, self.vocab_size, device=self.device)
-        return Seen(logits_BNV.scatter(2, self.next_BT[row_B1, at_BN][..., None], 1.0), self.features_BTF[row_B1, at_BN])
+        return TargetOutput(logits_BNV.scatter(2, self.next_BT[row_B1, at_BN][..., None], 1.0), self.features_BTF[row_B1, at_BN])
 
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
         self.length_B = self.length_B + verdict.length_B * active_B
@@ -185,9 +185,9 @@ class ReplaySession:
 class Recorder(Drafter):
     """Proposes nothing and keeps the features that it is shown: plain decoding, written down."""
 
-    def __init__(self, target: Target, wants: tuple[int, ...]) -> None:
+    def __init__(self, target: Target, feature_layers: tuple[int, ...]) -> None:
         super().__init__(target)
-        self.wants, self.seen = wants, list[Tensor]()
+        self.feature_layers, self.seen = feature_layers, list[Tensor]()
 
     def open(self, rows: int) -> DraftSession:
         recorder = self
@@ -196,10 +196,10 @@ class Recorder(Drafter):
             def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
                 recorder.seen.append(features_TF)
 
-            def draft(self, roots: Roots) -> Draft:
+            def draft(self, roots: CycleInput) -> Draft:
                 return Draft(Tree.chain(1, 1, roots.tokens_B.device), roots.tokens_B[:, None])
 
-            def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+            def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
                 recorder.seen.append(seen.features_BNF[0])
 
         return Session()
@@ -228,17 +228,17 @@ def decode(target: Target | Replay, drafter: Drafter, requests: Sequence[Request
     return [([t for s in own for t in s.tokens], [len(s.tokens) for s in own if not s.prefill]) for own in by_row]
 
 
-def say(target: Target, wants: tuple[int, ...], prompt: list[int], new: int, sampling: Sampling, eos: frozenset[int]) -> Tape:
+def say(target: Target, feature_layers: tuple[int, ...], prompt: list[int], new: int, sampling: Sampling, eos: frozenset[int]) -> Tape:
     """What the target itself says."""
-    recorder = Recorder(target, wants)
+    recorder = Recorder(target, feature_layers)
     ((tokens, _),) = decode(target, recorder, [Request(tuple(prompt), new, sampling, eos)])
     return Tape([*prompt, *tokens], len(prompt), torch.cat(recorder.seen))
 
 
-def listen(target: Target, wants: tuple[int, ...], prompt: list[int], text: list[int]) -> Tape:
+def listen(target: Target, feature_layers: tuple[int, ...], prompt: list[int], text: list[int]) -> Tape:
     """What the target sees when that text follows."""
     seen: list[Tensor] = []
-    target.open(1, wants).prefill(0, [*prompt, *text[:-1]], lambda tokens_T, features_TF, at: seen.append(features_TF))
+    target.open(1, feature_layers).prefill(0, [*prompt, *text[:-1]], lambda tokens_T, features_TF, at: seen.append(features_TF))
     return Tape([*prompt, *text], len(prompt), torch.cat(seen))
 
 
@@ -305,16 +305,16 @@ class Experiment:
 
     def __init__(self, args: argparse.Namespace, llm: eyas.LLM, methods: dict[str, Drafter], lengths: list[int]) -> None:
         self.args, self.llm, self.methods, self.lengths = args, llm, methods, lengths
-        self.target, self.wants = llm.target, llm.drafter.wants
+        self.target, self.feature_layers = llm.target, llm.drafter.feature_layers
         self.prompts = {task: Prompts(llm, task) for task in args.tasks}
 
     def tape(self, task: str, place: Place, length: int, text: list[int]) -> Tape:
         """The record of one prompt; `text` is what must follow, empty: whatever the target says."""
         prompt = self.prompts[task].of(place.tokens, place.point, length)
         if text:
-            return listen(self.target, self.wants, prompt, text)
+            return listen(self.target, self.feature_layers, prompt, text)
         sampling = Sampling(temperature=self.args.temperature, seed=self.args.seed + place.point)
-        return say(self.target, self.wants, prompt, self.args.new_tokens, sampling, self.llm.eos)
+        return say(self.target, self.feature_layers, prompt, self.args.new_tokens, sampling, self.llm.eos)
 
     def passages(self, task: str, places: Sequence[Place], check: bool) -> dict[str, object]:
         """A passage of every book under every length and method, the books side by side as rows of one Decoder."""

@@ -256,7 +256,7 @@ def head_stage(args: argparse.Namespace) -> None:
     from safetensors.torch import load_file, save_file
 
     from eyas import tiny
-    from eyas.target import Target
+    from eyas.core.target import Target
 
     args.output.mkdir(parents=True, exist_ok=True)
     tensors = load_file(args.model / "model.safetensors")

@@ -19,9 +19,9 @@ from rich.progress import track
 
 import eyas
 from eyas import checkpoints, tiny
-from eyas.decode import Decoder
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
 
 TREE = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}
 CHAIN = {"tree.choices": "chain-5"}
@@ -56,7 +56,7 @@ RATIOS = [
 def drafter_of(llm: eyas.LLM, method: str, options: dict[str, object]) -> Drafter:
     kind = find(method)
     weights = checkpoints.load(str(tiny.FOLDER / ("eagle3" if method == "eagle3" else "eagle1"))) if kind.needs_weights else None
-    return kind.load(weights, llm.target, options_from(kind.Options, options))
+    return kind.load(weights, llm.target, build_options(kind.Options, options))
 
 
 def answer(llm: eyas.LLM, drafter: Drafter, messages: list[dict[str, str]], new: int, temperature: float, seed: int) -> dict[str, object]:

@@ -18,9 +18,9 @@ import _common
 
 import eyas
 from eyas import tiny
-from eyas.decode import Decoder
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder
 from eyas.drafters import find
-from eyas.drafters._base import options_from
 from eyas.drafters._optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from eyas.drafters.eagle1 import REFERENCE_TREE
 
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     llm, kind = eyas.load(args.target, method="vanilla"), find(args.method)
-    options = options_from(kind.Options, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)})
-    drafter = kind.from_source(args.draft or str(tiny.FOLDER / "eagle1"), llm.target, options)
+    options = build_options(kind.Options, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)})
+    drafter = kind.from_pretrained(args.draft or str(tiny.FOLDER / "eagle1"), llm.target, options)
     with gzip.open(args.chats, "rt") as f:
         chats = [json.loads(line)["conversations"] for line in f][: args.limit]
     cycles = []

@@ -69,7 +69,7 @@ ALPHA = {0.0: ((0.79, 0.74, 0.72, 0.73, 0.67), 3.94), 1.0: ((0.71, 0.68, 0.66, 0
 CHAIN_TAU = 3.20
 
 
-def name_of(method: str) -> str:
+def method_name(method: str) -> str:
     """The contestant's name in a table."""
     known = [start for start in NAMES if method == start or method.startswith((f"{start}:", f"{start}-"))]
     if method.startswith("eagle1:") and method.endswith("optimal.json"):
@@ -88,7 +88,7 @@ class Bench:
     def rows(self, temperature: float, task: str = "all") -> dict[str, Row]:
         """Name in a table -> row; in the order of the bench."""
         chosen = [r for r in self.summary["rows"] if r["temperature"] == temperature and r["task"] == task]
-        return {name_of(r["method"]): r for r in chosen}
+        return {method_name(r["method"]): r for r in chosen}
 
     @property
     def tasks(self) -> list[str]:
@@ -100,7 +100,7 @@ class Bench:
         several = len({r["temperature"] for r in self.summary["rows"]}) > 1
         for key, probe in self.summary["probes"].items():
             if probe["n_alpha"] and key.endswith(end) == several:
-                found[name_of(key.removesuffix(end))] = probe["n_alpha"]
+                found[method_name(key.removesuffix(end))] = probe["n_alpha"]
         return found
 
 

@@ -22,10 +22,10 @@ from rich.progress import track
 
 import eyas
 from eyas import kernels
+from eyas.api import LLM
+from eyas.core.tree import Tree
 from eyas.errors import OptionError
-from eyas.llm import LLM
 from eyas.train.state import write_text
-from eyas.tree import Tree
 
 FORMS = (
     ("exact", "exact"), ("bfloat16", "exact"), ("bfloat16", "bfloat16"), ("int8", "exact"), ("int8", "int16"), ("int8", "int8"),
@@ -63,7 +63,7 @@ def main() -> None:
     before, rows = machine(), list[dict[str, Any]]()
     exact: list[tuple[float, torch.Tensor]] = []
     for weights, activations in FORMS:
-        if activations == "bfloat16" and kernels.available() and not kernels.adds_up_halves():
+        if activations == "bfloat16" and kernels.available() and not kernels.has_avx512_bf16():
             print("activations bfloat16: left out, this CPU does not add up products of bfloat16 (AVX-512 BF16)", flush=True)
             continue
         llm = eyas.load(args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations)

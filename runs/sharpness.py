@@ -19,10 +19,10 @@ from rich.progress import track
 
 import eyas
 from eyas import tiny
+from eyas.api import LLM
 from eyas.bench.tasks import load as load_task
+from eyas.core.drafter import build_options
 from eyas.drafters import Drafter, find
-from eyas.drafters._base import options_from
-from eyas.llm import LLM
 from eyas.train.state import write_text
 
 TREES = ((4, 3, 2), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4), (60, 8, 10))
@@ -46,7 +46,7 @@ def main() -> None:
 
         def made(tree: tuple[int, int, int], sharpness: float, kind: type[Drafter] = kind, head: str = head) -> Drafter:
             options = {**dict(zip(("nodes", "depth", "branch"), tree, strict=True)), "sharpness": sharpness}
-            return kind.from_source(head, base.target, options_from(kind.Options, {"tree": options}))
+            return kind.from_pretrained(head, base.target, build_options(kind.Options, {"tree": options}))
 
         drafters = {(tree, s): made(tree, s) for tree in TREES for s in SHARPNESS}
         counts: dict[Any, list[tuple[int, int]]] = {key: [] for key in drafters}

@@ -27,15 +27,15 @@ from scipy.stats import bootstrap
 from transformers import AutoModelForCausalLM
 
 import eyas
-from eyas import drafters, fast, kernels, tiny
+from eyas import drafters, kernels, runners, tiny
+from eyas.adaptive import auto
+from eyas.adaptive.cost import verify_cost
+from eyas.api import LLM
 from eyas.bench.tasks import load as load_task
+from eyas.core.drafter import build_options
+from eyas.core.target import Target
 from eyas.drafters import find
-from eyas.drafters._base import options_from
-from eyas.llm import LLM
-from eyas.target import Target
 from eyas.train.state import write_text
-from eyas.tune import auto
-from eyas.tune.cost import verify_cost
 
 TREES = ((4, 3, 1), (5, 4, 1), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4))
 CONTEXTS = (256, 1024, 2048, 4000)
@@ -54,8 +54,8 @@ def contestants(base: LLM, heads: dict[str, Path | None]) -> dict[str, LLM]:
         kind = find(method)
 
         def made(options: dict[str, Any], kind: type[drafters.Drafter] = kind, head: Path | None = head) -> drafters.Drafter:
-            chosen = options_from(kind.Options, options)
-            return kind.from_source(head, target, chosen) if head else kind.random(target, chosen)
+            chosen = build_options(kind.Options, options)
+            return kind.from_pretrained(head, target, chosen) if head else kind.random(target, chosen)
 
         for nodes, depth, branch in TREES:
             tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch}
@@ -150,12 +150,12 @@ def costs(base: LLM) -> dict[str, Any]:
             other = AutoModelForCausalLM.from_config(target.model.config).eval()
             for weight in other.parameters():
                 weight.copy_(weight.to(getattr(torch, form)).float())
-        found[f"kernels, {form} weights (random), by nodes"] = verify_cost(fast.prepared(Target(other)))
+        found[f"kernels, {form} weights (random), by nodes"] = verify_cost(runners.prepared(Target(other)))
     exact = target.by_kernels and target.run.form.exact
-    forms = [("bfloat16", "bfloat16")] if exact and kernels.adds_up_halves() else []
-    forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.adds_up_bytes() else []
+    forms = [("bfloat16", "bfloat16")] if exact and kernels.has_avx512_bf16() else []
+    forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.has_vnni() else []
     for weights, activations in forms:
-        rounded = fast.prepared(Target(target.model), weights=weights, activations=activations)
+        rounded = runners.prepared(Target(target.model), weights=weights, activations=activations)
         found[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(rounded)
     contexts = [c for c in CONTEXTS if c < target.context - 64]
     found["kernels, one node, by context"] = [{"context": c, "ms": verify_cost(target, c, (1,))[0]["ms"]} for c in contexts]

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from eyas.adaptive.cost import Costs
 from eyas.drafters import Shape
-from eyas.tune.cost import Costs
 
 LIMIT = Shape(32, 5, 4)
 

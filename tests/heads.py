@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import zoo
+from eyas.core.drafter import Batch, Drafter, build_options
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters import find
-from eyas.drafters._base import Batch, Drafter, options_from
 from eyas.nn import Documents
-from eyas.sampling import Sampling
-from eyas.target import Target
 from eyas.train.alpha import chain_figures
 from eyas.train.data import Batches, Example, Examples
 from eyas.train.features import batch_of as packed
@@ -32,7 +32,7 @@ def tiny_target() -> Target:
 def make(name: str, target: Target, kind: str = "random", **options: Any) -> Any:
     """A head of this method with these options; `kind`: random or fresh."""
     method = find(name)
-    return getattr(method, kind)(target, options_from(method.Options, options), 1)
+    return getattr(method, kind)(target, build_options(method.Options, options), 1)
 
 
 def language(count: int, seed: int) -> Examples:

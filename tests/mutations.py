@@ -41,15 +41,15 @@ class Mutation:
 
 
 def chosen(tree: str) -> Check:
-    return "test_verify", "test_chosen_trees_are_exact", (tree, "T=1", True)
+    return "core.test_verify", "test_chosen_trees_are_exact", (tree, "T=1", True)
 
 
 def drawn(tree: str, q: str = "near") -> Check:
-    return "test_verify", "test_drawn_trees_are_exact", (tree, q)
+    return "core.test_verify", "test_drawn_trees_are_exact", (tree, q)
 
 
 def grown(tree: str, sampling: str, vocab: int = 4, lengths: int = 2) -> Check:
-    return "test_verify", "test_static_trees_as_grown_are_exact", (tree, sampling, vocab, lengths)
+    return "core.test_verify", "test_static_trees_as_grown_are_exact", (tree, sampling, vocab, lengths)
 
 
 def ids(method: str) -> Check:
@@ -57,13 +57,13 @@ def ids(method: str) -> Check:
 
 
 def verified_alone(drawn_tree: bool) -> Check:
-    return "test_verify", "test_a_row_is_verified_alone", (drawn_tree,)
+    return "core.test_verify", "test_a_row_is_verified_alone", (drawn_tree,)
 
 
-SLOW_DRAWN: Check = ("test_verify", "test_random_trees_against_a_slow_verification", (True,))
-PROCESSORS: Check = ("test_sampling", "test_scores_are_those_of_transformers", ({"temperature": 0.7, "top_p": 0.9},))
-BLOCK: Check = ("test_verify", "test_blocks_are_exact", ("near",))
-ORDER: Check = ("test_verify", "test_drawn_siblings_come_in_draw_order_from_the_processed_q", ("T=0.6",))
+SLOW_DRAWN: Check = ("core.test_verify", "test_random_trees_against_a_slow_verification", (True,))
+PROCESSORS: Check = ("core.test_sampling", "test_scores_are_those_of_transformers", ({"temperature": 0.7, "top_p": 0.9},))
+BLOCK: Check = ("core.test_verify", "test_blocks_are_exact", ("near",))
+ORDER: Check = ("core.test_verify", "test_drawn_siblings_come_in_draw_order_from_the_processed_q", ("T=0.6",))
 LAW = "the law of the first"
 OTHER_IDS = "other ids than plain decoding"
 OTHER_POSITION = "position that is not the tree's"
@@ -72,7 +72,7 @@ MUTATIONS = (
     # raw instead of processed logits for the bonus
     Mutation(
         "raw logits for the bonus",
-        "decode.py",
+        "core/engine.py",
         "            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
         """            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
             last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "raw logits for the first token",
-        "decode.py",
+        "core/engine.py",
         "process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))",
         "self._prefill(b, request.prompt)[None].float()",
         ids("vanilla"),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the bonus from p, not from what rejection left of it",
-        "verify.py",
+        "core/verify.py",
         "torch.where(newly_B[:, None], p_BV, final_BV)",
         "torch.where(newly_B[:, None], scores_BNV[rows, node_B].softmax(-1), final_BV)",
         drawn("pair"),
@@ -102,39 +102,41 @@ MUTATIONS = (
     # no renormalisation after a rejected sibling
     Mutation(
         "no renormalisation of p",
-        "verify.py",
+        "core/verify.py",
         "mass_B1 > 0, rest_BV / mass_B1, p_BV",
         "mass_B1 > 0, rest_BV, p_BV",
         drawn("three", "far"),
         LAW,
     ),
     Mutation(
-        "no renormalisation of q", "verify.py", "mass_B1 > 0, rest_BV / mass_B1, 0.0", "mass_B1 > 0, rest_BV, 0.0", drawn("pair"), LAW
+        "no renormalisation of q", "core/verify.py", "mass_B1 > 0, rest_BV / mass_B1, 0.0", "mass_B1 > 0, rest_BV, 0.0", drawn("pair"), LAW
     ),
     Mutation(
         "0 / 0 where rounding leaves no residual",
-        "verify.py",
+        "core/verify.py",
         "torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)",
         "rest_BV / mass_B1",
-        ("test_verify", "test_no_residual_mass", ()),
+        ("core.test_verify", "test_no_residual_mass", ()),
     ),
     # q not restricted after a sibling
     Mutation(
         "q not restricted after a sibling",
-        "verify.py",
+        "core/verify.py",
         "q_BV = torch.where(refused_B, _without(q_BV, token_B), q_BV)",
         "pass",
         drawn("pair"),
         LAW,
     ),
-    Mutation("a sibling that q cannot have drawn is tried", "verify.py", " & (q_BV[rows, token_B] > 0)", "", drawn("three", "two"), LAW),
+    Mutation(
+        "a sibling that q cannot have drawn is tried", "core/verify.py", " & (q_BV[rows, token_B] > 0)", "", drawn("three", "two"), LAW
+    ),
     # off-by-one bonus position
     Mutation(
-        "bonus position off by one", "verify.py", "bonus_position_B = position_B + 1\n", "bonus_position_B = position_B\n", SLOW_DRAWN
+        "bonus position off by one", "core/verify.py", "bonus_position_B = position_B + 1\n", "bonus_position_B = position_B\n", SLOW_DRAWN
     ),
     Mutation(
         "bonus position stays at the root's",
-        "verify.py",
+        "core/verify.py",
         "torch.where(ended_B, bonus_position_B, bonus_position_B + 1)",
         "bonus_position_B",
         drawn("chain", "far"),
@@ -142,7 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         "target positions off by one",
-        "verify.py",
+        "core/verify.py",
         "torch.arange(1, tree.max_depth + 2,",
         "torch.arange(tree.max_depth + 1,",
         ids("vanilla"),
@@ -150,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "noise of the next depth",
-        "verify.py",
+        "core/verify.py",
         "torch.arange(1, tree.max_depth + 2,",
         "torch.arange(2, tree.max_depth + 3,",
         chosen("chain"),
@@ -158,7 +160,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the bonus of the node before the last",
-        "verify.py",
+        "core/verify.py",
         "draw_BN.gather(1, last_B1)[:, 0]",
         "draw_BN.gather(1, tree.parents_BN.gather(1, last_B1).clamp(min=0))[:, 0]",
         chosen("chain"),
@@ -167,7 +169,7 @@ MUTATIONS = (
     # children tried under the wrong parent
     Mutation(
         "children under the wrong parent, chosen",
-        "verify.py",
+        "core/verify.py",
         "tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))",
         "tokens_BN == draw_BN.gather(1, (tree.parents_BN - (tree.depth_BN > 1).long()).clamp(min=0))",
         chosen("binary"),
@@ -175,24 +177,24 @@ MUTATIONS = (
     ),
     Mutation(
         "children under the wrong parent, drawn",
-        "verify.py",
+        "core/verify.py",
         "(tree.parents_BN == node_B[:, None])",
         "(tree.depth_BN == tree.depth_BN.gather(1, node_B[:, None]) + 1)",
         drawn("mixed"),
         LAW,
     ),
-    Mutation("scouts are accepted", "verify.py", "clamp(min=0))) & tree.candidate_BN", "clamp(min=0)))", chosen("scouts"), LAW),
+    Mutation("scouts are accepted", "core/verify.py", "clamp(min=0))) & tree.candidate_BN", "clamp(min=0)))", chosen("scouts"), LAW),
     # temperature applied twice
     Mutation(
         "temperature twice, in process",
-        "sampling.py",
+        "core/sampling.py",
         "scores_NV / sampling.temperature",
         "scores_NV / sampling.temperature**2",
         PROCESSORS,
     ),
     Mutation(
         "temperature twice, in the loop",
-        "decode.py",
+        "core/engine.py",
         "process(logits_BNV[b], roots.sampling[b],",
         "process(logits_BNV[b] / (roots.sampling[b].temperature or 1), roots.sampling[b],",
         ids("eagle2"),
@@ -200,7 +202,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a penalty that does not see the drafted tokens",
-        "decode.py",
+        "core/engine.py",
         "draft.tree.seen(draft.tokens_BN, roots.history_BV)",
         "roots.history_BV[:, None].expand(-1, draft.tree.nodes, -1)",
         ("test_exact_pipeline", "check_penalty", ()),
@@ -209,10 +211,10 @@ MUTATIONS = (
     # duplicate siblings followed to the longest
     Mutation(
         "duplicate siblings followed to the longest",
-        "verify.py",
+        "core/verify.py",
         'torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")',
         "pass",
-        ("test_verify", "test_siblings_must_differ", (False,)),
+        ("core.test_verify", "test_siblings_must_differ", (False,)),
         "two siblings with one token were verified",
     ),
     # drawn siblings re-sorted by q
@@ -229,7 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drawn siblings tried from the last",
-        "verify.py",
+        "core/verify.py",
         "rank_BN = child_BN.cumsum(-1)\n    most = int(rank_BN[:, -1].max())",
         "rank_BN = child_BN.flip(-1).cumsum(-1).flip(-1)\n    most = int(rank_BN[:, 0].max())",
         drawn("pair"),
@@ -238,7 +240,7 @@ MUTATIONS = (
     # another row's noise
     Mutation(
         "another row's noise for the draws",
-        "verify.py",
+        "core/verify.py",
         "noise.gumbel(position_BP, scores_BNV.shape[-1])",
         "noise.gumbel(position_BP, scores_BNV.shape[-1]).roll(1, 0)",
         ids("eagle2"),
@@ -246,66 +248,71 @@ MUTATIONS = (
     ),
     Mutation(
         "another row's noise for the bonus",
-        "verify.py",
+        "core/verify.py",
         "gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0]",
         "gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0].roll(1, 0)",
         verified_alone(True),
     ),
     Mutation(
         "another row's noise for the accept tests",
-        "verify.py",
+        "core/verify.py",
         "noise.accepts(chance_B, bonus_position_B, sibling)",
         "noise.accepts(chance_B.roll(1), bonus_position_B.roll(1), sibling).roll(-1)",
         verified_alone(True),
     ),
     Mutation(
         "another row's seed",
-        "sampling.py",
+        "core/sampling.py",
         "_mix(_mix(self.seed_B + _GOLDEN) + stream)",
         "_mix(_mix(self.seed_B.roll(1) + _GOLDEN) + stream)",
-        ("test_sampling", "test_noise_depends_on_nothing_else", ()),
+        ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
     ),
     Mutation(
         "one uniform number for all siblings",
-        "verify.py",
+        "core/verify.py",
         "noise.accepts(chance_B, bonus_position_B, sibling)",
         "noise.accepts(chance_B, bonus_position_B, 0)",
         drawn("binary"),
         LAW,
     ),
     # blocks
-    Mutation("a block's weight above one", "verify.py", ".clamp(max=1), weight_B)", ", weight_B)", BLOCK, LAW),
+    Mutation("a block's weight above one", "core/verify.py", ".clamp(max=1), weight_B)", ", weight_B)", BLOCK, LAW),
     Mutation(
-        "a block's weight of the last token alone", "verify.py", "(weight_B * p_next_B / q_next_B)", "(p_next_B / q_next_B)", BLOCK, LAW
+        "a block's weight of the last token alone",
+        "core/verify.py",
+        "(weight_B * p_next_B / q_next_B)",
+        "(p_next_B / q_next_B)",
+        BLOCK,
+        LAW,
     ),
-    Mutation("a block's residual without its weight", "verify.py", "(weight_B[:, None] * p_BV - torch", "(p_BV - torch", BLOCK, LAW),
-    Mutation("a block's test without what was lost", "verify.py", "(mass_B + 1 - weight_B)", "mass_B.clamp(min=1)", BLOCK, LAW),
+    Mutation("a block's residual without its weight", "core/verify.py", "(weight_B[:, None] * p_BV - torch", "(p_BV - torch", BLOCK, LAW),
+    Mutation("a block's test without what was lost", "core/verify.py", "(mass_B + 1 - weight_B)", "mass_B.clamp(min=1)", BLOCK, LAW),
     Mutation(
         "the shortest prefix of a block",
-        "verify.py",
+        "core/verify.py",
         "torch.where(passed_B, n, end_B)",
         "torch.where(passed_B & (end_B == 0), n, end_B)",
         BLOCK,
         LAW,
     ),
-    Mutation("a block's bonus from p", "verify.py", "torch.where(mass_B[:, None] > 0, left_BV, p_BV)", "p_BV", BLOCK, LAW),
+    Mutation("a block's bonus from p", "core/verify.py", "torch.where(mass_B[:, None] > 0, left_BV, p_BV)", "p_BV", BLOCK, LAW),
     Mutation(
         "a block's bonus with the noise of the root",
-        "verify.py",
+        "core/verify.py",
         "(position_B + end_B + 1)[:, None]",
         "(position_B + 1)[:, None]",
-        ("test_verify", "test_a_block_against_a_slow_one", ()),
+        ("core.test_verify", "test_a_block_against_a_slow_one", ()),
     ),
     Mutation(
         "a block goes on behind what is no candidate",
-        "verify.py",
+        "core/verify.py",
         "here_B & tree.candidate_BN[:, n + 1] & (q_next_B > 0)",
         "here_B & (q_next_B > 0)",
-        ("test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
+        ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
     ),
     Mutation(
         "one uniform number for a whole block",
-        "verify.py",
+        "core/verify.py",
         "position_B + n, 0)",
         "position_B + 1, 0)",
         BLOCK,
@@ -313,10 +320,10 @@ MUTATIONS = (
     ),
     Mutation(
         "greedy rows are verified as drawn",
-        "verify.py",
+        "core/verify.py",
         "torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)",
         "drawn_bonus_B",
-        ("test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
+        ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
     ),
     # q without the row's temperature
     Mutation(

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eyas.decode import Decoder, Request, Step
-from eyas.drafters import Drafter, DraftSession, Roots
-from eyas.sampling import Noise, process
-from eyas.target import Target
-from eyas.tree import Draft, Tree
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.sampling import GumbelNoise, apply_sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+from eyas.drafters import CycleInput, Drafter, DraftSession
 
 
 @torch.no_grad()
 def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
     """New tokens of one request, each from a forward over the whole sequence."""
-    ids, new, noise = list(request.prompt), [], Noise.of([request.sampling])
+    ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):
         logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
         seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool)
         seen_1V[0, ids] = True
-        scores_1V = process(logits_1V, request.sampling, seen_1V)
+        scores_1V = apply_sampling(logits_1V, request.sampling, seen_1V)
         if not request.sampling.greedy:
             scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(torch.tensor([[len(ids)]]), logits_1V.shape[-1])[0]
         new.append(int(scores_1V.argmax()))
@@ -55,7 +55,7 @@ class OracleSession(DraftSession):
         assert position == len(self.prompt[row])
         self.prompt[row] += tokens_T.tolist()
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         N, depth, vocab = self.drafter.nodes, self.drafter.depth, self.drafter.target.vocab_size
         parents, tokens = [], []
         for b, root in enumerate(roots.tokens_B.tolist()):

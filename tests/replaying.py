@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from eyas.fast.graphs import tensors_of
+from eyas.runners.graphs import tensors_of
 
 T = TypeVar("T")
 

@@ -26,11 +26,11 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.decode import Decoder, Request, Step
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.sampling import Sampling, apply_sampling
+from eyas.core.target import Target
 from eyas.drafters import Drafter
-from eyas.drafters._base import options_from
-from eyas.sampling import Sampling, process
-from eyas.target import Target
 from reference import plain_decode, run
 
 VOCAB = 8
@@ -55,7 +55,7 @@ def method(name: str, tree: object, folder: Path) -> Drafter:
     if isinstance(tree, list):
         (folder / "tree.json").write_text(json.dumps(tree))
         tree = {"tree.choices": str(folder / "tree.json")}
-    return kind.random(target(), options_from(kind.Options, tree or {}), seed=3)
+    return kind.random(target(), build_options(kind.Options, tree or {}), seed=3)
 
 
 METHODS: dict[str, tuple[str, object]] = {
@@ -70,7 +70,7 @@ def true_laws(tokens_RT: Tensor, sampling: Sampling) -> Tensor:
     """float64 [R, T - prompt, V]: the law of every new token, from one forward over whole sequences."""
     logits_RTV = target().model(tokens_RT, use_cache=False).logits
     seen_RTV = torch.nn.functional.one_hot(tokens_RT, VOCAB).cumsum(1) > 0
-    scores = process(logits_RTV.flatten(0, 1), sampling, seen_RTV.flatten(0, 1)).view_as(logits_RTV)
+    scores = apply_sampling(logits_RTV.flatten(0, 1), sampling, seen_RTV.flatten(0, 1)).view_as(logits_RTV)
     return scores[:, len(PROMPT) - 1 : -1].double().softmax(-1)
 
 

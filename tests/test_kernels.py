@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from eyas import kernels
+from eyas.core.sampling import GumbelNoise
 from eyas.kernels import _build
-from eyas.nn import quick
-from eyas.sampling import Noise
+from eyas.nn import with_cpu_kernels
 
-bytes_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_bytes()), reason="a CPU without VNNI")
+bytes_only = pytest.mark.skipif(not (kernels.available() and kernels.has_vnni()), reason="a CPU without VNNI")
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 
@@ -51,10 +51,10 @@ def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype,
 
 
 @needs
-@pytest.mark.parametrize("rounded", [kernels.Form(activations=name) for name in ("exact", "int16", "int8")], ids=str)
+@pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
 @pytest.mark.parametrize("inputs", [48, 512])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype, inputs: int, rounded: kernels.Form) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype, inputs: int, rounded: kernels.WeightFormat) -> None:
     """Guards the order of sums, which must not depend on the tile that a row falls into, nor on threads; 512 inputs: rows are copied, so
     that they do not push each other out of the cache."""
     weight, bias = stored(kind, inputs=inputs), torch.linspace(-1, 1, 70)
@@ -95,11 +95,11 @@ def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
 @bytes_only
 @pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
 def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
-    """Guards what `Form.activations` says: whole multiples of a row's largest, and their products without any further loss, whatever other
+    """Guards what `WeightFormat.activations` says: whole multiples of a row's largest, and their products without any further loss, whatever other
     rows there are."""
     weight, x = stored(torch.int8), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
     x[3] = 0
-    matrix = kernels.pack(weight, form=kernels.Form(activations=activations))
+    matrix = kernels.pack(weight, form=kernels.WeightFormat(activations=activations))
     together = kernels.linear(matrix, x)
     top = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
     whole = (x * (torch.full_like(top, largest) / top)).round().double()  # a number over a tensor would be the product of its inverse
@@ -122,7 +122,7 @@ def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
     and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
-    matrix = kernels.pack(weight, bias, kernels.Form("int4", activations))
+    matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
     assert (matrix.kind, matrix.data.numel()) == ("int4", 3 * 3 * 576)
     kept, digits = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
     step = x.abs().amax(1, keepdim=True) / digits
@@ -130,11 +130,11 @@ def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
     assert ((together - exact).abs() <= 0.51 * step * kept.abs().sum(1) + 1e-4).all()
     assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
     assert float((kept - weight).norm() / weight.norm()) < 0.09
-    zero = kernels.pack(torch.zeros(32, 32), form=kernels.Form("int4"))
+    zero = kernels.pack(torch.zeros(32, 32), form=kernels.WeightFormat("int4"))
     assert not kernels.linear(zero, x[:, :32]).any()
     weight[3, 40] = torch.nan
     x[5, 7] = torch.inf
-    broken = kernels.linear(kernels.pack(weight, bias, kernels.Form("int4", activations)), x)
+    broken = kernels.linear(kernels.pack(weight, bias, kernels.WeightFormat("int4", activations)), x)
     assert broken[:, 3].isnan().all()
     assert not broken[5].isfinite().any()
     assert broken[:5, :3].isfinite().all(), "neither spreads"
@@ -168,7 +168,7 @@ def test_lesser_machines(flag: str, tmp_path: Path) -> None:
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)  # around every number of rows and groups
-halves_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_halves()), reason="a CPU without AVX-512 BF16")
+halves_only = pytest.mark.skipif(not (kernels.available() and kernels.has_avx512_bf16()), reason="a CPU without AVX-512 BF16")
 
 
 @halves_only
@@ -176,7 +176,7 @@ halves_only = pytest.mark.skipif(not (kernels.available() and kernels.adds_up_ha
 def test_products_of_bfloat16(inputs: int) -> None:
     """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits for a row alone and
     among any number of others, by vectors and by matrix units; what is not finite stays in its row."""
-    weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.Form(activations="bfloat16")
+    weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.WeightFormat(activations="bfloat16")
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
     assert (matrix.kind, matrix.digits) == ("bfloat16", 1)
     x = torch.randn(130, inputs, generator=generator) * 10.0 ** torch.linspace(-15, 15, 130)[:, None]
@@ -194,21 +194,21 @@ def test_products_of_bfloat16(inputs: int) -> None:
 
 @needs
 def test_weights_rounded_to_bfloat16() -> None:
-    """Guards `Form("bfloat16")`: whatever the weights are, int8's multiples included, they are kept as the nearest such numbers."""
+    """Guards `WeightFormat("bfloat16")`: whatever the weights are, int8's multiples included, they are kept as the nearest such numbers."""
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
-        matrix = kernels.pack(weight, form=kernels.Form("bfloat16"))
+        matrix = kernels.pack(weight, form=kernels.WeightFormat("bfloat16"))
         assert form(matrix) == torch.bfloat16
         torch.testing.assert_close(kernels.linear(matrix, x), x @ weight.bfloat16().float().T, rtol=1e-5, atol=1e-4)
 
 
-units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_units()), reason="a CPU without matrix units (AMX)")
+units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_amx()), reason="a CPU without matrix units (AMX)")
 
 
 @units_only
 @pytest.mark.parametrize("inputs", [64, 448, 1024])
-@pytest.mark.parametrize("rounded", [kernels.Form(activations=name) for name in ("exact", "int16", "int8")], ids=str)
-def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.Form, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
+def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.WeightFormat, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Guards digits, sums and their order: what units find for quads is what vectors find, for any number of rows, panels of both threads,
     a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
@@ -217,8 +217,8 @@ def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.Form, tmp
     rows[24][5], rows[33][7, 3], rows[33][9, 2], rows[48][4] = 0, torch.inf, torch.nan, torch.inf
     found = {M: kernels.linear(matrix, x) for M, x in rows.items()}
     with lesser(["-mno-amx-int8"], tmp_path_factory.getbasetemp() / "no units"):  # built for the first of these tests
-        assert kernels.adds_up_bytes()
-        assert not kernels.has_units()
+        assert kernels.has_vnni()
+        assert not kernels.has_amx()
         for M, x in rows.items():
             torch.testing.assert_close(found[M], kernels.linear(matrix, x), rtol=0, atol=0, equal_nan=True)
     assert found[33].isfinite().all(1).tolist() == [row not in (7, 9) for row in range(33)]
@@ -247,7 +247,7 @@ def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
 def test_rounded_storage_is_near() -> None:
     """Guards the scale of rows that int8 does not hold exactly."""
     weight, x = stored(torch.float32), torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
-    matrix = kernels.pack(weight, form=kernels.Form("int8"))
+    matrix = kernels.pack(weight, form=kernels.WeightFormat("int8"))
     assert form(matrix) == torch.int8
     error = (kernels.linear(matrix, x) - x @ weight.T).abs().max()
     assert 0 < error < 0.2
@@ -264,7 +264,7 @@ def test_norms() -> None:
 def test_a_quick_net_leaves_the_net_alone() -> None:
     """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
     net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
-    other, x = quick(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    other, x = with_cpu_kernels(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
     torch.testing.assert_close(other(x), net(x), rtol=1e-4, atol=1e-5)
     assert net(x).requires_grad
@@ -325,7 +325,7 @@ def test_a_broken_file_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp
 def test_noise_is_that_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the second writing of the noise: the same numbers up to float32's last digit, for whole vocabularies and for some ids, in
     rows of different seeds, zero in greedy ones."""
-    noise = Noise(torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True]))
+    noise = GumbelNoise(torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True]))
     position_BN, ids = torch.tensor([[1, 2, 500], [9, 4, 0], [1, 2, 3]]), torch.tensor([5, 0, 7999, 123, 4, 4, 90, 17, 3])
     found = [noise.gumbel(position_BN, vocab, stream) for vocab in (8001, ids) for stream in (0, 2)]
     monkeypatch.setattr(kernels, "available", lambda: False)
@@ -341,7 +341,7 @@ def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
     """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat laws, where every token may win, and
     sharp ones; impossible tokens; rows with a seed each, greedy ones, and ties."""
     seeds = torch.tensor([0, 3, 2**62 + 5])
-    noise, position_B = Noise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
+    noise, position_B = GumbelNoise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
     for turn in range(20):
         generator = torch.Generator().manual_seed(turn)
         scores_BNV = scale * torch.randn(3, 6, vocab, generator=generator)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
+from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
 from eyas.losses import draft_cross_entropy, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
 from eyas.nn import Documents
-from eyas.target import Target
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 

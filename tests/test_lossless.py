@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 import zoo
 from eyas import drafters
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters import Drafter
-from eyas.drafters._base import options_from
-from eyas.sampling import Sampling
-from eyas.target import Target
 from reference import Oracle, plain_decode, run
 
 NEW = 24
@@ -90,7 +90,7 @@ DRAWN = {"eagle1", "self_speculative", "small_model"}  # as configured here: sam
 def make(name: str, target: Target, **options: object) -> Drafter:
     """The method with random weights and, if it has them, these options."""
     kind = drafters.find(name)
-    return kind.random(target, options_from(kind.Options, options or OPTIONS.get(name, {})), seed=1)
+    return kind.random(target, build_options(kind.Options, options or OPTIONS.get(name, {})), seed=1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -116,7 +116,9 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
     target = Target(model("llama"))
     if name in ("eagle3", "seagle"):
         kind = drafters.find(name)
-        drafter = kind.fresh(target, options_from(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))  # which is what `fresh` does
+        drafter = kind.init_for_training(
+            target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"})
+        )  # which is what `fresh` does
     else:
         drafter = make(name, target)
         with torch.no_grad():
@@ -150,8 +152,8 @@ def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     """Guards the map from draft ids to the target's, and trees that are smaller than asked for because the vocabulary is."""
     target, kind = Target(model("llama")), drafters.find("eagle3")
     counts = torch.arange(target.vocab_size) % 11
-    options = options_from(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})
-    drafter = kind.fresh(target, options, 1, counts)
+    options = build_options(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})
+    drafter = kind.init_for_training(target, options, 1, counts)
     assert drafter.draft_ids_v.tolist() == [10 + 11 * i for i in range(vocabulary)]
     pairs = requests("llama", 4, LAWS)
     check("llama", drafter, 2, pairs)

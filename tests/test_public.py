@@ -13,9 +13,9 @@ import torch
 import zoo
 from eyas import __all__ as public
 from eyas import drafters, tiny
-from eyas.decode import Decoder, Request
-from eyas.sampling import Sampling
-from eyas.target import Target
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from reference import plain_decode, run
 
 ROOT = Path(__file__).parents[1]

@@ -16,10 +16,10 @@ import words
 import zoo
 from eyas.cli._options import method_options
 from eyas.cli.train import command as train_command
+from eyas.core.drafter import build_options
+from eyas.core.target import Target
 from eyas.drafters import find
-from eyas.drafters._base import options_from
 from eyas.errors import EyasError
-from eyas.target import Target
 from eyas.train.config import TrainConfig
 from eyas.train.features import studied
 
@@ -158,7 +158,7 @@ def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
         config = TrainConfig(**context.meta["Training"])
         assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
         kind = find(context.params["method"])
-        assert studied(target, [(kind, options_from(kind.Options, method_options(context)))]) == (target.num_layers,)
+        assert studied(target, [(kind, build_options(kind.Options, method_options(context)))]) == (target.num_layers,)
 
 
 def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM, Result, load
-    from eyas.sampling import Sampling
+    from eyas.api import LLM, Result, load
+    from eyas.core.sampling import Sampling
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Result", "Sampling", "__version__", "load"]
 
-_HOME = {"LLM": "eyas.llm", "Result": "eyas.llm", "Sampling": "eyas.sampling", "load": "eyas.llm"}
+_HOME = {"LLM": "eyas.api", "Result": "eyas.api", "Sampling": "eyas.core.sampling", "load": "eyas.api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ import torch
 from eyas.bench import metrics
 from eyas.bench.machine import Used
 from eyas.bench.record import Answer, Cycle, Differs, Memory, answer_from
-from eyas.decode import Step
-from eyas.tree import Draft, Tree
+from eyas.core.engine import Step
+from eyas.core.tree import Draft, Tree
 
 ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}
 PARTS = {"draft": 0.1, "target": 0.4, "verify": 0.2, "commit": 0.1}

@@ -12,10 +12,10 @@ from eyas import drafters, kernels
 from eyas.bench import cost
 from eyas.bench.cost import Need
 from eyas.bench.profile import bound, cycles_of, trace_names
-from eyas.decode import Decision, Step
-from eyas.fast import prepared
-from eyas.target import Target
-from eyas.tree import Draft, Tree
+from eyas.core.engine import Decision, Step
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+from eyas.runners import prepared
 
 PARTS = {"draft": 0.001, "target": 0.004, "verify": 0.002, "commit": 0.001}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
+from eyas.api import LLM
 from eyas.bench import contestants, report
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.machine import Used, cores, snapshot
@@ -23,14 +24,13 @@ from eyas.bench.run import ANSWERS, SETTINGS, Bench, locked
 from eyas.bench.simulate import expected_tau, parse_rates, simulated
 from eyas.bench.summary import summarise, write
 from eyas.bench.tasks import Prompt
-from eyas.decode import Decoder, Request, Step
-from eyas.drafters import Drafter, Roots
-from eyas.drafters._base import options_from
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree, Verdict
+from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
-from eyas.llm import LLM
-from eyas.sampling import Sampling
-from eyas.target import Target
-from eyas.tree import Draft, Tree, Verdict
 
 TREE = {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2}
 PROMPTS = tuple(Prompt(f"own/{i}", f"task{i % 2}", (), prompt_ids=tuple(range(3 + i, 9 + 2 * i))) for i in range(4))
@@ -44,7 +44,7 @@ def llm() -> LLM:
 
 def eagle2(llm: LLM) -> Drafting:
     kind = drafters.find("eagle2")
-    return Drafting("eagle2", kind.random(llm.target, options_from(kind.Options, TREE), seed=1))
+    return Drafting("eagle2", kind.random(llm.target, build_options(kind.Options, TREE), seed=1))
 
 
 def bench(llm: LLM, *others: Contestant, **given: object) -> Bench:
@@ -105,7 +105,7 @@ def test_other_options_prompts_or_weights_are_another_bench(llm: LLM, tmp_path: 
 
     def method(seed: int = 1, **options: object) -> Drafting:
         kind = drafters.find("eagle2")
-        return Drafting("eagle2", kind.random(llm.target, options_from(kind.Options, {**TREE, **options}), seed=seed))
+        return Drafting("eagle2", kind.random(llm.target, build_options(kind.Options, {**TREE, **options}), seed=seed))
 
     bench(llm, method(), prompts=PROMPTS[:1]).run(tmp_path)
     other = Prompt(PROMPTS[0].id, PROMPTS[0].task, (), prompt_ids=(9, 9))
@@ -243,7 +243,7 @@ def test_probe_counts_nodes_whose_parent_was_accepted(llm: LLM) -> None:
     question = Question("a", "t", 0, Request((5, 6, 7, 8), 12, Sampling()))
     below_root = list[int]()
 
-    def watch(roots: Roots, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
+    def watch(roots: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
         below_root.append(int((draft.tree.depth_BN == 1).sum()))
         found.watch(roots, draft, scores_BNV, verdict)
 
@@ -361,7 +361,7 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
             steps = []
             for prefill in (True, False) if self.left == 2 else (False,):
                 now[0] += 10 if prefill else 3
-                steps.append(Step(1, (5,), 0, prefill, None if self.left else "length", (0,), tree, at=now[0]))
+                steps.append(Step(1, (5,), 0, prefill, None if self.left else "length", (0,), tree, ended_at=now[0]))
             now[0] += 100
             return steps
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 import zoo
 from eyas import checkpoints, tiny
 from eyas.cli import group
+from eyas.core.target import Target
 from eyas.drafters import eagle1
-from eyas.target import Target
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' if m['role'] == 'assistant' else '<s>' }}{{ m['content'] }}"

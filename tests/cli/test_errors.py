@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import zoo
 from eyas import checkpoints
 from eyas.cli import _files, generate
+from eyas.core.target import Target
 from eyas.drafters import eagle1
-from eyas.target import Target
 
 Run = Callable[..., Any]
 GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 4)

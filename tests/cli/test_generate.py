@@ -254,7 +254,7 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
         assert precious.read_text() == content
 
 
-def quick() -> dict[str, str]:
+def with_cpu_kernels() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -289,7 +289,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
         given,
     )
     command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick(), preexec_fn=hear_interrupts) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=with_cpu_kernels(), preexec_fn=hear_interrupts) as process:
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -306,7 +306,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the fifth cycle."""
-    from eyas.decode import Decoder
+    from eyas.core.engine import Decoder
 
     step, calls = Decoder.step, []
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from eyas.decode import Decoder
+from eyas.core.engine import Decoder
 
 Run = Callable[..., Any]
 

@@ -6,8 +6,8 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from eyas.api import Piece
 from eyas.cli._show import Painter, Tally
-from eyas.llm import Piece
 from eyas.text import StopStrings
 
 

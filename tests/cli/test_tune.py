@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eyas.tune import cost
+from eyas.adaptive import cost
 
 Run = Callable[..., Any]
 

@@ -15,15 +15,15 @@ import heads
 import zoo
 from eyas import checkpoints, drafters
 from eyas.checkpoints import safeailab
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import CycleInput, build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft
 from eyas.drafters import _eagle1_net
-from eyas.drafters._base import Roots, options_from
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import DecoderLayer
-from eyas.sampling import Sampling
-from eyas.target import Target
-from eyas.tree import Draft
 from heads import LAWS, make
 from reference import plain_decode, run
 
@@ -71,7 +71,7 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
     different ages. gpt2 adds positions to what enters its first layer, which an embedding that stands for a token must not have.
     """
     target = Target(zoo.FAMILIES[family]())
-    drafter, cycles = make(method, target, **{"head.inputs": inputs, **options}), list[tuple[Roots, Draft]]()
+    drafter, cycles = make(method, target, **{"head.inputs": inputs, **options}), list[tuple[CycleInput, Draft]]()
     requests = [Request(tuple(range(5, 14)), 12, law), Request(tuple(range(40, 63)), 9, law)]
     decoder = Decoder(target, drafter, 2, watch=lambda roots, draft, scores, verdict: cycles.append((roots, draft)))
     answers, steps = run(decoder, requests)
@@ -155,7 +155,7 @@ def test_same_text_as_plain_decoding(
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -> None:
     """Guards that a head comes back as what it was trained as, by both methods that have the net, whatever the flags say then."""
-    drafter = make("eagle1", target, "fresh", **{"head.inputs": inputs})
+    drafter = make("eagle1", target, "init_for_training", **{"head.inputs": inputs})
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < 0.9 * losses[0]["loss"]
     assert figures["loss"] < 0.9 * first
@@ -165,7 +165,7 @@ def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -
         assert again.net.inputs == inputs
         assert all(torch.equal(value, again.net.state_dict()[name]) for name, value in drafter.net.state_dict().items())
     kind = drafters.find("eagle1")
-    assert kind.load(weights, target, options_from(kind.Options, {"head.inputs": "token"})).net.inputs == inputs
+    assert kind.load(weights, target, build_options(kind.Options, {"head.inputs": "token"})).net.inputs == inputs
     chain = again.chain(2)
     assert chain.net is again.net
     run(Decoder(target, chain), [Request((5, 6, 7), 4)])

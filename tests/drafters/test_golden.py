@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from eyas import checkpoints, drafters
-from eyas.decode import Decoder, Request
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
+from eyas.core.tree import Tree
 from eyas.drafters import Drafter
-from eyas.drafters._base import options_from
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.nn import Documents
-from eyas.target import Target
-from eyas.tree import Tree
 from reference import run
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
@@ -36,7 +36,7 @@ def drafter_of(method: str, case: dict[str, Any]) -> Drafter:
         size = case["window_size"] if case["enable_seagle"] else None
         tree |= {"window.size": size, "window.sink": case["sink_size"], "window.crop": "none"}
     weights = checkpoints.load(GOLDEN / case["head"])
-    return kind.load(weights, Target.load(GOLDEN / case["target"]), options_from(kind.Options, tree))
+    return kind.load(weights, Target.load(GOLDEN / case["target"]), build_options(kind.Options, tree))
 
 
 FILES = {"eagle1": "eagle1_static", "eagle2": "eagle2_dynamic", "eagle3": "eagle3", "seagle": "seagle"}
@@ -76,7 +76,7 @@ def read_at_once(drafter: Drafter, features_NF: torch.Tensor, ids_N: torch.Tenso
     documents = Documents((len(ids_N),))
     if hasattr(drafter.net, "packed"):
         return drafter.net.packed(features_NF, embeddings_ND, rows, documents)
-    return drafter.net.rehearse(features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
+    return drafter.net.training_time_test(features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
 
 
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import options_from
+from core.test_verify import ToyModels, net_of, roots_of
+from eyas.core.drafter import build_options
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
+from eyas.core.tree import Draft
+from eyas.core.verify import verify
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 from eyas.drafters.eagle1 import Method, Options, StaticTree
 from eyas.errors import OptionError
-from eyas.sampling import Noise, Sampling, process
-from eyas.tree import Draft
-from eyas.verify import verify
-from test_verify import World, net_of, roots_of
 
 KINDS = (
     Sampling(temperature=1.0, seed=1),
@@ -33,7 +33,7 @@ def seeds_of(sampling: Sampling, count: int) -> list[Sampling]:
     return [replace(sampling, seed=s) for s in range(count)]
 
 
-def prefixes(world: World, start_B: Tensor, draft: Draft) -> Tensor:
+def prefixes(world: ToyModels, start_B: Tensor, draft: Draft) -> Tensor:
     """The prefix of each node; 0 where it would be longer than the world."""
     prefix_BN = start_B[:, None].repeat(1, draft.tree.nodes)
     for n in range(1, draft.tree.nodes):
@@ -52,9 +52,9 @@ def in_other_words(growth: Growth, ids_v: Tensor) -> Growth:
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
     """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will be drawn, to its end.
     32 seeds at different positions; near-ties within float32: odds 1e-5."""
-    world, start_B, root_B = World(6, 6, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
+    world, start_B, root_B = ToyModels(6, 6, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
-    noise = Noise.of(kinds)
+    noise = GumbelNoise.of(kinds)
     roots, growth = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
     if grown == "static":
         draft = grow_static(growth, roots, ((0,), (0, 0), (0, 0, 0)), "shared")
@@ -69,9 +69,9 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     assert verdict.length_B.float().mean() < 3.5, "a draft that does not look at the noise must miss, or this test proves little"
 
 
-def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: DynamicTree) -> tuple[list[int], list[int], list[bool]]:
+def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: DynamicTree) -> tuple[list[int], list[int], list[bool]]:
     """Parents, tokens and candidates of one row's tree, node by node."""
-    noise, shared = Noise.of([kind]), shape.noise == "shared"
+    noise, shared = GumbelNoise.of([kind]), shape.noise == "shared"
 
     def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
         logits_V = world.q_logits_IV[prefix]
@@ -81,7 +81,7 @@ def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: Dynami
             while at != start:
                 seen_1V[0, (at - 1) % world.vocab] = True
                 at = (at - 1) // world.vocab
-            logits_V = process(logits_V[None], kind, seen_1V)[0]
+            logits_V = apply_sampling(logits_V[None], kind, seen_1V)[0]
         own_V = logits_V.log_softmax(-1).clamp(max=0)
         key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
         chance_V = (shape.sharpness * key_V).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
@@ -113,10 +113,10 @@ def slow_grow(world: World, start: int, root: int, kind: Sampling, shape: Dynami
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, sharpness: float) -> None:
     """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
     that float32 sums in another order: 1e-4, seeded."""
-    world, shape = World(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, sharpness)
+    world, shape = ToyModels(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, sharpness)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
-    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), shape)
+    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), shape)
     padded = 0
     for b, kind in enumerate(kinds):
         parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
@@ -130,10 +130,10 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
 
 def test_greedy_rows_do_not_see_the_noise() -> None:
     """Guards greedy trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and alone, with noise and without."""
-    world, start_B, root_B = World(5, 6, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
+    world, start_B, root_B = ToyModels(5, 6, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = [
-        grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(k), k), DynamicTree(12, 4, 3, noise))
+        grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(k), k), DynamicTree(12, 4, 3, noise))
         for k, noise in ((kinds, "shared"), ([Sampling()] * 4, "shared"), ([Sampling()] * 4, "none"))
     ]
     for other in found[1:]:
@@ -147,9 +147,9 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
 def test_scores_are_the_processed_law() -> None:
     """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)
-    world, start_B, root_B = World(6, 6, sampling=kind), torch.arange(1, 7), torch.arange(6)
+    world, start_B, root_B = ToyModels(6, 6, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)
-    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, Noise.of(kinds), kinds), DynamicTree(15, 3, 3))
+    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), DynamicTree(15, 3, 3))
     prefix_BN = prefixes(world, start_B, draft)
     q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()
     expected_BN = q_BV.gather(2, draft.tokens_BN[..., None])[..., 0].float()
@@ -165,7 +165,7 @@ def test_scores_are_the_processed_law() -> None:
 def test_bad_options(options: dict[str, object], words: str) -> None:
     """Guards the one clear line."""
     with pytest.raises(OptionError, match=words):
-        options_from(DynamicTree, {name.removeprefix("tree."): value for name, value in options.items()})
+        build_options(DynamicTree, {name.removeprefix("tree."): value for name, value in options.items()})
 
 
 def test_bad_options_of_static_trees() -> None:

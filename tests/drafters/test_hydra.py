@@ -13,13 +13,13 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints
-from eyas.decode import Decoder, Request
-from eyas.drafters._base import Roots
+from eyas.core.drafter import CycleInput
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
 from eyas.drafters.hydra import Method
 from eyas.drafters.medusa import REFERENCE_TREE
 from eyas.errors import CheckpointError, OptionError
-from eyas.sampling import Noise, Sampling
-from eyas.target import Target
 from eyas.train.features import studied
 from heads import LAWS, make
 from reference import plain_decode, run
@@ -39,9 +39,11 @@ def pairs(target: Target) -> list[tuple[Request, list[int]]]:
     return [(r, plain_decode(target.model, r)) for r in requests]
 
 
-def roots_of(rows: int, sampling: Sampling = LAWS[0]) -> Roots:
+def roots_of(rows: int, sampling: Sampling = LAWS[0]) -> CycleInput:
     laws, position_B = (sampling,) * rows, torch.arange(rows) + 5
-    return Roots(torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, Noise.of(laws), int(position_B.max()))
+    return CycleInput(
+        torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, GumbelNoise.of(laws), int(position_B.max())
+    )
 
 
 def features(target: Target, rows: int) -> Tensor:
@@ -59,18 +61,18 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["random", "fresh"])
+@pytest.mark.parametrize("kind", ["random", "init_for_training"])
 def test_same_text_as_plain_decoding(target: Target, pairs: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
     """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
     tokens, steps = run(Decoder(target, make("hydra", target, kind, **options), 3), [r for r, _ in pairs])
     assert tokens == [expected for _, expected in pairs]
-    if kind == "fresh" and options["tree.choices"] == "reference":
+    if kind == "init_for_training" and options["tree.choices"] == "reference":
         assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
 
 
 def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
     """Guards the beginning of training: every head says what the target's head makes of the feature, exactly, whatever the path."""
-    drafter, feature_BD = make("hydra", target, "fresh", **{"head.blocks": 3}), features(target, 2)
+    drafter, feature_BD = make("hydra", target, "init_for_training", **{"head.blocks": 3}), features(target, 2)
     for k in range(4):
         read = torch.cat([feature_BD, torch.randn(2, (k + 1) * target.hidden_size, generator=torch.Generator().manual_seed(k))], dim=-1)
         torch.testing.assert_close(drafter.head(read), target.head(feature_BD))
@@ -78,7 +80,7 @@ def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
 
 def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
     """Guards the norm of a new Hydra++ layer: what the first head says is close to the target's law, not a scaled version of it."""
-    drafter, feature_BD = make("hydra", target, "fresh", **PLUS), features(target, 4)
+    drafter, feature_BD = make("hydra", target, "init_for_training", **PLUS), features(target, 4)
     handed_BD = drafter.net.packed(feature_BD, torch.arange(4), heads.Documents((1, 1, 1, 1))).detach()
     assert torch.nn.functional.cosine_similarity(handed_BD, feature_BD).min() > 0.999
     assert 0.7 < float(handed_BD.norm() / feature_BD.norm()) < 1.4
@@ -129,12 +131,12 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
 @pytest.mark.parametrize("options", [{}, PLUS])
 def test_what_the_heads_read_while_decoding(target: Target, options: dict[str, Any]) -> None:
     """Guards commits and Hydra++'s cache: in every cycle it is what training reads there, over all true features so far."""
-    drafter, seen = make("hydra", target, "fresh", **options), list[tuple[int, Tensor]]()
+    drafter, seen = make("hydra", target, "init_for_training", **options), list[tuple[int, Tensor]]()
     below = drafter.below
     if options:  # a layer that does something
         drafter.net.prefix.load_state_dict(make("hydra", target, **options).net.prefix.state_dict())
 
-    def spy(feature_BD: Tensor, roots: Roots) -> Any:
+    def spy(feature_BD: Tensor, roots: CycleInput) -> Any:
         seen.append((int(roots.position_B[0]), feature_BD[0].clone()))
         return below(feature_BD, roots)
 
@@ -260,7 +262,7 @@ def test_a_batch_in_which_nothing_counts(target: Target, options: dict[str, Any]
 @pytest.mark.parametrize("options", [{}, {"objective": "tokens"}, PLUS], ids=str)
 def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:
     """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""
-    drafter = make("hydra", target, "fresh", **options)
+    drafter = make("hydra", target, "init_for_training", **options)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.95 * first)  # what is left of the law's is mostly its entropy
     assert {"0-alpha", "chain tau", "tau"} <= figures.keys()
@@ -272,11 +274,11 @@ def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any
 
 def test_what_is_studied(target: Target) -> None:
     """Guards `eyas features`: the final feature is all that the loss reads."""
-    assert studied(target, [(Method, None)]) == (target.num_layers,) == make("hydra", target).studies
+    assert studied(target, [(Method, None)]) == (target.num_layers,) == make("hydra", target).train_feature_layers
 
 
 def test_chains_are_no_deeper_than_heads(target: Target) -> None:
     """Guards the figures of training, which ask for a depth of 5 whatever the method has."""
-    drafter = make("hydra", target, "fresh", **PLUS, **{"window.size": 9})
+    drafter = make("hydra", target, "init_for_training", **PLUS, **{"window.size": 9})
     assert [drafter.chain(depth).describe()["nodes"] for depth in (1, 4, 5)] == [2, 5, 5]
     assert drafter.chain(2).window() == (4, 9)

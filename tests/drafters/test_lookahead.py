@@ -8,24 +8,24 @@ import pytest
 import torch
 
 import zoo
-from eyas.decode import Decoder, Request
-from eyas.drafters import Roots
-from eyas.drafters._base import options_from
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.drafters import CycleInput
 from eyas.drafters.lookahead import Lookahead, Method, Options, Pool, Session, unite
 from eyas.errors import OptionError
-from eyas.sampling import Noise, Sampling
-from eyas.target import Target
-from eyas.tree import Draft, Seen, Verdict
 from reference import plain_decode, run
 
 SHAPE = Lookahead(width=4, ngram=4, guesses=3)
 VOCAB = 50
 
 
-def roots_of(tokens: list[int], active: list[bool], position: int = 7, sampling: Sampling | None = None) -> Roots:
+def roots_of(tokens: list[int], active: list[bool], position: int = 7, sampling: Sampling | None = None) -> CycleInput:
     rows = tuple(sampling or Sampling() for _ in tokens)
     position_B = torch.full((len(tokens),), position)
-    return Roots(torch.tensor(tokens), position_B, torch.tensor(active), rows, Noise.of(rows), position)
+    return CycleInput(torch.tensor(tokens), position_B, torch.tensor(active), rows, GumbelNoise.of(rows), position)
 
 
 def started(prompt: list[int], rows: int = 1, shape: Lookahead = SHAPE) -> Session:
@@ -35,12 +35,12 @@ def started(prompt: list[int], rows: int = 1, shape: Lookahead = SHAPE) -> Sessi
     return session
 
 
-def says(draft: Draft, said: list[int]) -> Seen:
+def says(draft: Draft, said: list[int]) -> TargetOutput:
     """Logits by which the lowest level's scouts say these tokens."""
     logits_BNV = torch.zeros(*draft.tokens_BN.shape, VOCAB)
     for column, token in enumerate(said):
         logits_BNV[:, 2 * 4 + column, token] = 9.0
-    return Seen(logits_BNV, logits_BNV[..., :0])
+    return TargetOutput(logits_BNV, logits_BNV[..., :0])
 
 
 def nothing_accepted(draft: Draft) -> Verdict:
@@ -95,7 +95,7 @@ def test_scouts_draw_with_the_noise_of_their_position() -> None:
     session = started([1, 2])
     roots = roots_of([30], [True], 7, Sampling(1.0, seed=5))
     draft = session.draft(roots)
-    flat = Seen(torch.zeros(1, draft.tree.nodes, VOCAB), torch.zeros(1, draft.tree.nodes, 0))
+    flat = TargetOutput(torch.zeros(1, draft.tree.nodes, VOCAB), torch.zeros(1, draft.tree.nodes, 0))
     session.commit(draft, nothing_accepted(draft), flat)
     position_1W = 7 + torch.tensor([[2, 3, 4, 5]]) + 1
     assert session.rows[0].levels[-1] == roots.noise.gumbel(position_1W, VOCAB)[0].argmax(-1).tolist()
@@ -153,7 +153,7 @@ def test_shapes(shape: tuple[int, int, int], reuse: bool) -> None:
     laws = (Sampling(), Sampling(0.9, seed=2, repetition_penalty=1.3), Sampling())
     requests = [Request((*prompt, *range(i)), 24, sampling) for i, sampling in enumerate(laws)]
     options = dict(zip(("lookahead.width", "lookahead.ngram", "lookahead.guesses"), shape, strict=True))
-    drafter = Method(target, options_from(Options, options))
+    drafter = Method(target, build_options(Options, options))
     tokens, steps = run(Decoder(target, drafter, 1 if reuse else 2, reuse), requests)
     assert tokens == [plain_decode(target.model, request) for request in requests]
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {drafter.options.lookahead.nodes}
@@ -172,4 +172,4 @@ def test_impossible_options() -> None:
     """Guards against windows that are none."""
     for name, value in (("width", 0), ("ngram", 1), ("guesses", 0), ("guesses", 1.5)):
         with pytest.raises(OptionError, match=f"lookahead.{name} must be a whole number"):
-            options_from(Options, {f"lookahead.{name}": value})
+            build_options(Options, {f"lookahead.{name}": value})

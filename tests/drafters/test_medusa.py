@@ -13,12 +13,12 @@ from torch import Tensor
 
 import heads
 from eyas import checkpoints
-from eyas.decode import Decoder, Request
-from eyas.drafters._base import Roots
+from eyas.core.drafter import CycleInput
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
 from eyas.errors import CheckpointError, OptionError
-from eyas.sampling import Noise, Sampling
-from eyas.target import Target
 from eyas.train.features import studied
 from heads import LAWS, make
 from reference import plain_decode, run
@@ -36,10 +36,12 @@ def pairs(target: Target) -> list[tuple[Request, list[int]]]:
     return [(r, plain_decode(target.model, r)) for r in requests]
 
 
-def roots_of(target: Target, rows: int, sampling: Sampling = LAWS[0]) -> Roots:
+def roots_of(target: Target, rows: int, sampling: Sampling = LAWS[0]) -> CycleInput:
     laws = (sampling,) * rows
     position_B = torch.arange(rows) + 5
-    return Roots(torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, Noise.of(laws), int(position_B.max()))
+    return CycleInput(
+        torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, GumbelNoise.of(laws), int(position_B.max())
+    )
 
 
 def features(target: Target, rows: int) -> Tensor:
@@ -57,18 +59,18 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["random", "fresh"])
+@pytest.mark.parametrize("kind", ["random", "init_for_training"])
 def test_same_text_as_plain_decoding(target: Target, pairs: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
     """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
     tokens, steps = run(Decoder(target, make("medusa", target, kind, **options), 3), [r for r, _ in pairs])
     assert tokens == [expected for _, expected in pairs]
-    if kind == "fresh" and options["tree.choices"] == "reference":
+    if kind == "init_for_training" and options["tree.choices"] == "reference":
         assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
 
 
 def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
     """Guards `keep`: with reuse a second prompt is read from where the first one's tokens end, and the text is the same."""
-    decoder = Decoder(target, make("medusa", target, "fresh"), 1, reuse=True)
+    decoder = Decoder(target, make("medusa", target, "init_for_training"), 1, reuse=True)
     first = Request(tuple(range(5, 20)), 8)
     ((answer,), _) = run(decoder, [first])
     second = Request((*first.prompt, *answer, 9, 8), 8)
@@ -81,16 +83,16 @@ def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
     feature_BD = features(target, 3)
     alone_BV, together_BKV = target.head(feature_BD), target.head(feature_BD[:, None].repeat(1, 4, 1))
     for output, said in (("own", alone_BV[:, None].expand(-1, 4, -1)), ("target", together_BKV)):
-        logits_BKV = make("medusa", target, "fresh", **{"head.output": output, "head.blocks": 2}).logits(feature_BD, 4)
+        logits_BKV = make("medusa", target, "init_for_training", **{"head.output": output, "head.blocks": 2}).logits(feature_BD, 4)
         assert torch.equal(logits_BKV, said)
 
 
 def test_the_features_that_heads_read(target: Target) -> None:
     """Guards prefill and commit: in every cycle the heads read the target's feature of the newest committed token, whichever path won."""
-    drafter, seen = make("medusa", target, "fresh"), list[tuple[int, Tensor, int]]()
+    drafter, seen = make("medusa", target, "init_for_training"), list[tuple[int, Tensor, int]]()
     grow = drafter.grow
 
-    def spy(feature_BD: Tensor, roots: Roots) -> Any:
+    def spy(feature_BD: Tensor, roots: CycleInput) -> Any:
         seen.append((int(roots.position_B[0]), feature_BD[0].clone(), int(roots.tokens_B[0])))
         return grow(feature_BD, roots)
 
@@ -265,7 +267,7 @@ def test_a_batch_in_which_nothing_counts(target: Target) -> None:
 @pytest.mark.parametrize("objective", ["tokens", "law"])
 def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> None:
     """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""
-    drafter = make("medusa", target, "fresh", objective=objective)
+    drafter = make("medusa", target, "init_for_training", objective=objective)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.95 * first)  # what is left of the law's is mostly its entropy
@@ -279,10 +281,10 @@ def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> Non
 
 def test_what_is_studied(target: Target) -> None:
     """Guards `eyas features`: the final feature is all that the loss reads."""
-    assert studied(target, [(Method, None)]) == (target.num_layers,) == make("medusa", target).studies
+    assert studied(target, [(Method, None)]) == (target.num_layers,) == make("medusa", target).train_feature_layers
 
 
 def test_chains_are_no_deeper_than_heads(target: Target) -> None:
     """Guards the figures of training, which ask for a depth of 5 whatever the method has."""
-    drafter = make("medusa", target, "fresh")
+    drafter = make("medusa", target, "init_for_training")
     assert [drafter.chain(depth).describe()["nodes"] for depth in (1, 4, 5)] == [2, 5, 5]

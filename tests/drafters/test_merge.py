@@ -10,12 +10,12 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.decode import Decoder, Request
-from eyas.drafters._base import Drafter, DraftSession, Roots, options_from
-from eyas.drafters._merge import Merged, name_of
-from eyas.sampling import Sampling
-from eyas.target import Target
-from eyas.tree import Draft, Seen, Tree, Verdict
+from eyas.core.drafter import CycleInput, Drafter, DraftSession, build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
+from eyas.drafters._merge import Merged, method_name
 from reference import plain_decode, run
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
@@ -33,7 +33,7 @@ LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, se
 
 def make(name: str, target: Target, **options: object) -> Drafter:
     kind = drafters.find(name)
-    return kind.random(target, options_from(kind.Options, options or FIRST.get(name, {})), seed=1)
+    return kind.random(target, build_options(kind.Options, options or FIRST.get(name, {})), seed=1)
 
 
 def requests(count: int) -> list[Request]:
@@ -72,7 +72,7 @@ class Probe(Drafter):
 
     def __init__(self, target: Target, layer: int, seed: int, answers: dict[tuple[int, ...], list[int]], remembers: int = 999) -> None:
         super().__init__(target)
-        self.wants, self.seed, self.answers, self.remembers = (layer,), seed, answers, remembers
+        self.feature_layers, self.seed, self.answers, self.remembers = (layer,), seed, answers, remembers
 
     def open(self, rows: int) -> DraftSession:
         return ProbeSession(self, rows)
@@ -97,10 +97,10 @@ class ProbeSession(DraftSession):
 
     def same(self, text: list[int], feature_F: Tensor) -> None:
         """The feature is that of the text's last token."""
-        true_TF = self.drafter.target.encode(torch.tensor([text]), self.drafter.wants)[0]
+        true_TF = self.drafter.target.encode(torch.tensor([text]), self.drafter.feature_layers)[0]
         torch.testing.assert_close(feature_F, true_TF[-1], rtol=1e-3, atol=1e-3)
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         parents, tokens, candidates = [], [], []
         for row, root in enumerate(roots.tokens_B.tolist()):
             text = [*self.text[row], root]
@@ -116,7 +116,7 @@ class ProbeSession(DraftSession):
         self.active = roots.active_B.tolist()
         return self.own
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         N = self.own.tree.nodes
         assert torch.equal(draft.tokens_BN[:, :N], self.own.tokens_BN)
         assert torch.equal(draft.tree.parents_BN[:, :N], self.own.tree.parents_BN)
@@ -145,7 +145,7 @@ def test_each_session_is_told_what_it_would_have_seen_alone() -> None:
     target, asked = Target(zoo.FAMILIES["llama"]()), requests(3)
     answers = {request.prompt: plain_decode(target.model, request) for request in asked}
     drafter = Merged(Probe(target, 3, 1, answers), Probe(target, 1, 2, answers))
-    assert drafter.wants == (1, 3)
+    assert drafter.feature_layers == (1, 3)
     decoder = Decoder(target, drafter, rows=2)
     assert run(decoder, asked)[0] == list(answers.values())
     for session in (decoder.drafter.first, decoder.drafter.second):  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_what_it_says_of_itself() -> None:
     """Guards --json: both methods and both trees. Deterministic."""
     target = Target(zoo.FAMILIES["llama"]())
     drafter = Merged(make("eagle2", target), make("suffix", target, **{"suffix.nodes": 9}))
-    assert name_of(drafter) == "eagle2+suffix"
+    assert method_name(drafter) == "eagle2+suffix"
     told = drafter.describe()
     assert (told["kind"], told["nodes"]) == ("dynamic", 14)
     assert (told["with"]["method"], told["with"]["nodes"]) == ("suffix", 9)

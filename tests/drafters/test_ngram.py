@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import zoo
 from eyas import drafters
-from eyas.decode import Decoder, Request
-from eyas.drafters._base import options_from
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters._ngram import Guess, Index, TextSession
 from eyas.drafters.prompt_lookup import Lookup, NgramIndex
 from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
 from eyas.errors import OptionError
-from eyas.sampling import Sampling
-from eyas.target import Target
 from reference import plain_decode
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -250,7 +250,7 @@ def test_padding_is_no_candidate() -> None:
 def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
     """Guards the one line that a user reads. Deterministic."""
     with pytest.raises(OptionError, match=message):
-        options_from(drafters.find(name).Options, options)
+        build_options(drafters.find(name).Options, options)
 
 
 @pytest.mark.parametrize(("counts", "nodes"), [((0, 0), 1), ((1, 0), 2), ((3, 4), 5), ((5, 0), 7), ((6, 6), 7)])

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from eyas.core.tree import Choices, check_choices
 from eyas.drafters._optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from eyas.errors import OptionError
-from eyas.tree import Choices, check_choices
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[Choices]:

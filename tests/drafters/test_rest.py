@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import zoo
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.datastore import Datastore, Settings, Source, build
-from eyas.decode import Decoder, Request
-from eyas.drafters._base import options_from
 from eyas.drafters._ngram import Guess
 from eyas.drafters.rest import Method, Options, trie
 from eyas.errors import InputError, OptionError
-from eyas.sampling import Sampling
-from eyas.target import Target
 from reference import plain_decode, run
 
 END = 99
@@ -73,7 +73,7 @@ def test_nothing_found() -> None:
     target = Target(zoo.FAMILIES["llama"]())
     request = Request((5, 6, 7), 8, Sampling())
     for store, options in (([[150] * 4], {}), ([[5, 6, 7] * 9], {"rest.nodes": 1}), ([[5]], {"rest.longest": 30, "rest.depth": 30})):
-        drafter = Method(target, options_from(Options, options), Datastore.of(store, 160))
+        drafter = Method(target, build_options(Options, options), Datastore.of(store, 160))
         assert run(Decoder(target, drafter), [request])[0] == [plain_decode(target.model, request)]
 
 
@@ -93,4 +93,4 @@ def test_refusals(tmp_path: Path) -> None:
         ({"rest.nodes": 0}, "rest.nodes must be a whole number, 1 or more"),
     ):
         with pytest.raises(OptionError, match=said):
-            options_from(Options, options)
+            build_options(Options, options)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import zoo
-from eyas.decode import Decoder, Request
+from eyas.api import load
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters import _skip, self_speculative
-from eyas.drafters._base import options_from
 from eyas.drafters._skip import Found, format_parts, own_text, parse_parts, search, without
 from eyas.drafters.self_speculative import Method, Options
 from eyas.errors import OptionError
-from eyas.llm import load
-from eyas.sampling import Sampling
-from eyas.target import Target
 from reference import plain_decode, run
 
 
@@ -39,7 +39,7 @@ def idle(*layers: int) -> Target:
 
 
 def make(target: Target, **options: Any) -> Method:
-    return Method.load(None, target, options_from(Options, options))
+    return Method.load(None, target, build_options(Options, options))
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
@@ -113,11 +113,11 @@ def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Guards the cache: one search for a target, none for the same one again, another for another; a broken file is no obstacle."""
     searched: list[Target] = []
 
-    def quick(target: Target, text: torch.Tensor) -> Found:
+    def with_cpu_kernels(target: Target, text: torch.Tensor) -> Found:
         searched.append(target)
         return Found("1,2a", 2, 0.5, 0.7, 1.1)
 
-    monkeypatch.setattr(self_speculative, "search", quick)
+    monkeypatch.setattr(self_speculative, "search", with_cpu_kernels)
     target = idle()
     drafter = make(target)
     assert (drafter.options.skip, drafter.depth) == ("1,2a", 2)

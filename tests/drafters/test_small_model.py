@@ -13,15 +13,15 @@ from torch import Tensor
 import words
 import zoo
 from eyas import checkpoints, drafters
-from eyas.decode import Decoder, Request
+from eyas.api import load
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters import Batch, Drafter
-from eyas.drafters._base import options_from
 from eyas.drafters.small_model import Method, Options
 from eyas.errors import CheckpointError, OptionError
-from eyas.llm import load
 from eyas.nn import Documents
-from eyas.sampling import Sampling
-from eyas.target import Target
 from reference import plain_decode, run
 
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, repetition_penalty=1.3, seed=7))
@@ -39,7 +39,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def make(target: Target, draft: Target | None = None, **options: Any) -> Method:
-    chosen = options_from(Options, options)
+    chosen = build_options(Options, options)
     return Method.random(target, chosen, 1) if draft is None else Method(target, chosen, draft)
 
 
@@ -154,7 +154,7 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
     target = Target.load(folder_of(tmp_path / "target", words.VOCAB + mine, words.byte_tokenizer()))
     draft = folder_of(tmp_path / "draft", words.VOCAB + theirs, words.byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
-        drafter = Method.from_source(draft, target, options_from(Options, options))
+        drafter = Method.from_pretrained(draft, target, build_options(Options, options))
         requests = [Request((5, words.VOCAB + mine - 1, 7), 12), Request((5, 6, 7), 12, Sampling(2.0, repetition_penalty=1.1, seed=2))]
         tokens, steps = run(Decoder(target, drafter, 2), requests)
         chosen = tokens if "dynamic.nodes" in options else tokens[:1]
@@ -167,15 +167,15 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     target = Target.load(folder_of(tmp_path / "target", words.VOCAB, words.byte_tokenizer()))
     other = words.byte_tokenizer()
     other.add_tokens(["one more"])
-    Method.from_source(folder_of(tmp_path / "more", words.VOCAB + 1, other), target)  # the target does not know it: never drafted
+    Method.from_pretrained(folder_of(tmp_path / "more", words.VOCAB + 1, other), target)  # the target does not know it: never drafted
     swapped = tmp_path / "swapped"
     folder_of(swapped, words.VOCAB, words.byte_tokenizer())
     file = swapped / "tokenizer.json"
     file.write_text(file.read_text().replace('"a": ', '"A-": ', 1))
     with pytest.raises(CheckpointError, match=r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"):
-        Method.from_source(swapped, target)
+        Method.from_pretrained(swapped, target)
     with pytest.raises(CheckpointError, match="vocabulary of 300 tokens, the target one of 262, and without both tokenizers"):
-        Method.from_source(folder_of(tmp_path / "without", 300, None), target)
+        Method.from_pretrained(folder_of(tmp_path / "without", 300, None), target)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_whole_model_is_recognised(tmp_path: Path) -> None:
         assert llm.method == "small_model"
         request = Request((3, 4, 5), 8)
         assert run(Decoder(llm.target, llm.drafter), [request])[0] == [plain_decode(model, request)]
-    assert Method.from_source(tmp_path / "ours", target).made_for == target.fingerprint()
+    assert Method.from_pretrained(tmp_path / "ours", target).target_fingerprint == target.fingerprint()
     with pytest.warns(UserWarning, match="trained for another target"):
         load(zoo.tiny("llama", seed=9), draft=tmp_path / "ours")
     with pytest.raises(CheckpointError, match="not of EAGLE"):
@@ -247,7 +247,7 @@ def test_bad_options(name: str, target: Target) -> None:
 
 def test_without_a_model(target: Target) -> None:
     with pytest.raises(CheckpointError, match="needs a smaller language model: name its folder"):
-        drafters.find("small_model").from_source(None, target)
+        drafters.find("small_model").from_pretrained(None, target)
 
 
 # --- training --------------------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.cache import WindowCache
-from eyas.decode import Decoder, Request
+from eyas.core.cache import WindowCache
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
 from eyas.drafters import Drafter
-from eyas.drafters._base import options_from
 from eyas.drafters._eagle import EagleSession
 from eyas.errors import OptionError
 from eyas.nn import LayerShape, rope, rope_frequencies
-from eyas.target import Target
 from reference import plain_decode, run
 
 SHAPE = LayerShape(8, 8, 2, 2, 4)
@@ -33,7 +33,7 @@ def target() -> Target:
 def make(target: Target, method: str = "seagle", **options: Any) -> Drafter:
     chosen = {"tree.nodes": 8, "tree.depth": 3, "tree.branch": 2, **({} if "1" in method or "2" in method else {"head.layers": "0,1,2"})}
     kind = drafters.find(method)
-    return kind.random(target, options_from(kind.Options, {**chosen, **options}), seed=1)
+    return kind.random(target, build_options(kind.Options, {**chosen, **options}), seed=1)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -
     request = Request(prompt(14), 16)
     if method == "eagle1":
         kind = drafters.find(method)
-        wide, narrow = (kind.random(target, options_from(kind.Options, {"window.size": size}), seed=1) for size in (40, 6))
+        wide, narrow = (kind.random(target, build_options(kind.Options, {"window.size": size}), seed=1) for size in (40, 6))
     else:
         wide, narrow = (make(target, method, **{"window.size": size}, **options) for size in (40, 6))
     assert trees(wide, request) == trees(plain, request)
@@ -94,7 +94,7 @@ def session_after(target: Target, length: int, crop: str, chunk: int, size: int 
     """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it holds."""
     drafter = make(target, **{"window.size": size, "window.sink": sink, "window.crop": crop})
     session, ids = drafter.open(1), torch.tensor(prompt(length))
-    features = target.encode(ids[None], drafter.wants)[0]
+    features = target.encode(ids[None], drafter.feature_layers)[0]
     session.begin(0, 0, length)
     with torch.inference_mode():
         for begin in range(0, length, chunk):
@@ -106,7 +106,7 @@ def pairs_held(session: EagleSession, target: Target, length: int) -> list[int]:
     """Which pairs of the prompt stand in the slots, found by their un-rotated keys."""
     drafter, ids = session.drafter, torch.tensor(prompt(length))
     with torch.no_grad():
-        features = target.encode(ids[None], drafter.wants)[0]
+        features = target.encode(ids[None], drafter.feature_layers)[0]
         inputs: Tensor = drafter.net.join(drafter.net.fuse(features[:-1]), drafter.embed(ids[1:]))[0]
         keys = drafter.net.layer.attention.key_value(inputs)[0]
     shape = (drafter.shape.num_kv_heads, drafter.shape.head_dim)
@@ -191,12 +191,12 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
     own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
 
     def random(**given: Any) -> Drafter:
-        return kind.random(target, options_from(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}}))
+        return kind.random(target, build_options(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}}))
 
     def load(trained: int | None = None, **given: Any) -> Drafter:
         head = random()
         head.trained_window = trained  # type: ignore[attr-defined]
-        return kind.load(head.weights(), target, options_from(kind.Options, {f"window.{name}": value for name, value in given.items()}))
+        return kind.load(head.weights(), target, build_options(kind.Options, {f"window.{name}": value for name, value in given.items()}))
 
     for make_it in (load, random):
         with pytest.raises(OptionError, match=r"window\.sink: this draft sees everything; give --window\.size too, or leave it out"):

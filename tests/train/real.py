@@ -12,10 +12,10 @@ import torch
 
 import zoo
 from eyas import checkpoints, drafters
+from eyas.core.drafter import build_options
+from eyas.core.target import Target
 from eyas.drafters import Batch, Drafter
-from eyas.drafters._base import options_from
 from eyas.errors import EyasError
-from eyas.target import Target
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
 from eyas.train.features import batch_of
@@ -34,8 +34,8 @@ CONFIG: dict[str, Any] = {
 def head(name: str, target: Target | None = None, **options: Any) -> Drafter:
     """A head whose training begins, for `language`."""
     kind, target = drafters.find(name), target or Target(zoo.tiny("llama"), "tiny-llama")
-    chosen = options_from(kind.Options, {**OPTIONS.get(name, {}), **options})
-    return kind.fresh(target, chosen, 1, count_tokens(language(30, 0), target.vocab_size))
+    chosen = build_options(kind.Options, {**OPTIONS.get(name, {}), **options})
+    return kind.init_for_training(target, chosen, 1, count_tokens(language(30, 0), target.vocab_size))
 
 
 def batch(drafter: Drafter) -> Batch:

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 import zoo
-from eyas.decode import Step
+from eyas.core.drafter import build_options
+from eyas.core.engine import Step
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
 from eyas.drafters import find
-from eyas.drafters._base import options_from
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters.eagle2 import Method
-from eyas.target import Target
 from eyas.train.alpha import acceptance_by_depth, chain_figures, figures_of, last_prompt
 from eyas.train.data import Example
-from eyas.tree import Draft, Tree
 
 
 def step(accepted: int, tokens: int, finish: str | None = None) -> Step:
@@ -46,7 +46,7 @@ def test_only_what_was_drafted() -> None:
 def test_heads_that_draft_less_than_asked_for() -> None:
     """Guards the figures of methods with a head for each token: one head drafts one token, so there is no 1-alpha to be zero."""
     kind = find("medusa")
-    one = kind.fresh(Target(zoo.FAMILIES["llama"]()), options_from(kind.Options, {"head.count": 1}))
+    one = kind.init_for_training(Target(zoo.FAMILIES["llama"]()), build_options(kind.Options, {"head.count": 1}))
     figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=60, tree_prompts=0)(one)
     assert figures["0-alpha"] > 0, "what a head says must come true now and then, or this test proves little"
     assert "1-alpha" not in figures

@@ -139,5 +139,5 @@ def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.
 def test_one_process_needs_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("", "1", "none"):
         monkeypatch.setenv("WORLD_SIZE", size)
-        assert type(dist.join(torch.device("cpu"), "fsdp")) is dist.World
+        assert type(dist.join(torch.device("cpu"), "fsdp")) is dist.SingleProcess
     assert TrainConfig().check_processes(1) is None  # type: ignore[func-returns-value]

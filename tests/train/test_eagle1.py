@@ -10,8 +10,8 @@ import torch
 
 import zoo
 from eyas import checkpoints
+from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.target import Target
 from eyas.train import loop
 from eyas.train.loop import TrainConfig, train
 from heads import language

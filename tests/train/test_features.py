@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 import zoo
 from eyas import drafters
+from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
-from eyas.target import Target
 from eyas.train.data import Batches, Data, Example, Examples, Report
 from eyas.train.features import batch_of, fill, studied
 from eyas.train.loop import TrainConfig, train
@@ -106,7 +106,7 @@ def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: 
 def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
     """The whole record of a batch, for layers in another order than they are stored in."""
     drafter = drafters.find("eagle3").random(target)
-    drafter.wants = (5, 2, 4)
+    drafter.feature_layers = (5, 2, 4)
     online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, Store(folder).data().train))
     assert torch.equal(online.tokens_N, disk.tokens_N)
     assert torch.equal(online.counted_N, disk.counted_N)
@@ -136,7 +136,7 @@ def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
     heads = {name: kind.random(target) for name, kind in kinds.items()}
     for name, kind in kinds.items():
         monkeypatch.setattr(kind, "random", None)
-        assert set(heads[name].studies) == set(studied(target, [(kind, None)]))
+        assert set(heads[name].train_feature_layers) == set(studied(target, [(kind, None)]))
     assert studied(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
     assert studied(target, [(kinds["eagle3"], None)]) == LAYERS
     assert studied(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)

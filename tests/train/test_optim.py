@@ -80,17 +80,17 @@ def test_recomputing_keeps_less_and_changes_no_bit(tmp_path: Path) -> None:
     kept, again = (checkpoints.load(tmp_path / name).tensors for name in ("kept", "again"))
     assert all(torch.equal(value, again[name]) for name, value in kept.items())
     sizes = {}
-    for recompute in (False, True):
+    for gradient_checkpointing in (False, True):
         head, held = real.head("eagle3", **{"ttt.steps": 7}), dict[int, int]()
 
         def pack(value: Tensor, held: dict[int, int] = held) -> Tensor:
             held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             return value
 
-        head.recompute = recompute
+        head.gradient_checkpointing = gradient_checkpointing
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
             total = head.loss(real.batch(head)).total
-        sizes[recompute] = sum(held.values())
+        sizes[gradient_checkpointing] = sum(held.values())
         total.backward()
     assert sizes[True] < 0.6 * sizes[False], sizes
 

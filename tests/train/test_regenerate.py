@@ -14,11 +14,11 @@ import torch
 import zoo
 from cli.conftest import tokenizer
 from eyas import drafters
-from eyas.decode import Request
+from eyas.core.engine import Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import InputError
-from eyas.sampling import Sampling
-from eyas.target import Target
 from eyas.text import render
 from eyas.train.regenerate import Answered, Line, Manner, Talk, Unanswered, answer, read_lines, talk_of
 from reference import plain_decode

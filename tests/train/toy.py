@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession, Loss
+from eyas.core.drafter import Batch, Drafter, DraftSession, Loss
+from eyas.core.target import Target
 from eyas.losses import smooth_l1, soft_cross_entropy_of
-from eyas.target import Target
 from eyas.train.data import Example, Examples
 from eyas.train.loop import Outcome, TrainConfig, train
 
@@ -29,8 +29,8 @@ class ToyTarget:
         self.table, self.weight = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
         self.seed, self.name, self.device, self.dtype, self.context = seed, "toy", torch.device("cpu"), torch.float32, 64
 
-    def encode(self, tokens_RT: Tensor, wants: Any) -> Tensor:
-        assert wants == (1,)
+    def encode(self, tokens_RT: Tensor, feature_layers: Any) -> Tensor:
+        assert feature_layers == (1,)
         with torch.no_grad():
             return self.table[tokens_RT].cumsum(1) / torch.arange(1, tokens_RT.shape[1] + 1)[:, None]
 
@@ -57,7 +57,7 @@ class Toy(Drafter):
     """Sees a feature and the next token, guesses the next feature."""
 
     trainable = True
-    wants = (1,)
+    feature_layers = (1,)
 
     def __init__(self, seed: int = 0, target: ToyTarget | None = None) -> None:
         super().__init__(cast(Target, target or ToyTarget()))

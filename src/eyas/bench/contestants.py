@@ -21,14 +21,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
 from eyas.bench.record import Answer, Cycle, Memory, answer_from
-from eyas.decode import Clock, Decoder, Policy, Request, Step, Verify, Watch
+from eyas.core.engine import Decoder, Policy, Request, StageTimer, Step, Verify, Watch
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.verify import verify
 from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
 from eyas.errors import ModelError
-from eyas.sampling import Sampling
-from eyas.target import Target
 from eyas.train.record import options_of
-from eyas.verify import verify
 
 __all__ = ["Contestant", "Drafting", "Question", "Transformers"]
 
@@ -84,7 +84,7 @@ class Drafting(Contestant):
         return answer.but(memory=_memory(device, before), comparable=answer.comparable and self.verify is verify)
 
     def timed(
-        self, request: Request, watch: Watch | None = None, clock: Callable[[], Clock] | None = None
+        self, request: Request, watch: Watch | None = None, clock: Callable[[], StageTimer] | None = None
     ) -> Iterator[tuple[Step, float]]:  # fmt: skip
         """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
         since = time.perf_counter()
@@ -94,8 +94,8 @@ class Drafting(Contestant):
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
-                yield step, step.at - since
-                since = step.at
+                yield step, step.ended_at - since
+                since = step.ended_at
             since = time.perf_counter()
         if decoder.lasts and watch is None and clock is None:
             self._idle = decoder

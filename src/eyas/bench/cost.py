@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.target import Target
-from eyas.tune.cost import seconds_of
+from eyas.adaptive.cost import seconds_of
+from eyas.core.target import Target
 
 __all__ = ["Need", "bandwidth", "bytes_per_step", "flop_rate", "memory", "need", "peak_memory"]
 

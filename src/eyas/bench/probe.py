@@ -25,8 +25,8 @@ from eyas.bench.contestants import Drafting, Question
 from eyas.bench.metrics import acceptance_by_depth
 from eyas.bench.record import Answer
 from eyas.bench.run import Bench
-from eyas.drafters import Roots
-from eyas.tree import Draft, Verdict
+from eyas.core.tree import Draft, Verdict
+from eyas.drafters import CycleInput
 
 __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 
@@ -45,7 +45,7 @@ class Probe:
     bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(BINS)])
     scored: bool = False  # whether the draft has a q
 
-    def watch(self, roots: Roots, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
+    def watch(self, roots: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
         """One cycle, as `Decoder(watch=...)` shows it."""
         tree, tokens_N, scores_NV = draft.tree, draft.tokens_BN[0], scores_BNV[0]
         path_P = verdict.path_BP[0][: int(verdict.length_B[0])]

@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from eyas.adaptive.cost import LEVELS, draft_cost
 from eyas.bench import cost, metrics
 from eyas.bench.contestants import Drafting
 from eyas.bench.cost import Need
 from eyas.bench.record import cycle_from
 from eyas.bench.run import Bench
-from eyas.decode import Clock, Request, Step
+from eyas.core.engine import Request, StageTimer, Step
 from eyas.drafters import Drafter
 from eyas.files import replaced
-from eyas.tune.cost import LEVELS, draft_cost
 
 __all__ = ["bound", "cycles_of", "profile", "trace_names"]
 
@@ -52,7 +52,7 @@ def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: P
     """
     question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
     target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
-    clock = partial(_Waited, target.device) if target.device.type == "cuda" else Clock
+    clock = partial(_Waited, target.device) if target.device.type == "cuda" else StageTimer
     ours = [c for c in bench.contestants if isinstance(c, Drafting)]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
         timed = list(islice(contestant.timed(request, clock=clock), 1 + WARM + CYCLES))
@@ -116,7 +116,7 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
     """Milliseconds of a draft's levels at the shape that was drafted most often; None of a tree that does not grow, or has one level."""
     asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and s.decision.awake)
-    shape = asked.most_common(1)[0][0] if asked else drafter.largest
+    shape = asked.most_common(1)[0][0] if asked else drafter.max_tree
     if shape is None or shape.depth < 2:
         return None
     depth = min(LEVELS, shape.depth)
@@ -128,7 +128,7 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
 # --- clocks and traces -------------------------------------------------------------------------------------------------------------------
 
 
-class _Waited(Clock):
+class _Waited(StageTimer):
     """A stage lasts until the GPU has done it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class _Waited(Clock):
             torch.cuda.synchronize(self.device)
 
 
-class _Ranges(Clock):
+class _Ranges(StageTimer):
     """Stages are ranges in what torch.profiler sees."""
 
     @contextmanager

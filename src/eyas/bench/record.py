@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from eyas.bench.machine import Used
-from eyas.decode import Step
+from eyas.core.engine import Step
 
 __all__ = ["FORMAT", "Answer", "Cycle", "Differs", "Memory", "answer_from", "cycle_from"]
 

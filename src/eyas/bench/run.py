@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Question
 from eyas.bench.machine import gpus, snapshot, used
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
-from eyas.decode import Request
+from eyas.core.engine import Request
+from eyas.core.sampling import GumbelNoise, apply_sampling
 from eyas.errors import FitError, InputError
 from eyas.hardware import cpu_name, versions
-from eyas.llm import LLM
-from eyas.sampling import Noise, process
 from eyas.train.state import prepare, write_text
 
 __all__ = ["Bench", "OnPrompt", "locked", "margin", "read_answers"]
@@ -257,10 +257,10 @@ def margin(llm: LLM, request: Request, said: Sequence[int]) -> float | None:
     session.reserve(len(ids))
     history_1V = torch.zeros(1, llm.target.vocab_size, dtype=torch.bool, device=llm.target.device)
     history_1V[0, ids] = True
-    scores_1V = process(session.prefill(0, ids)[None], sampling, history_1V)
+    scores_1V = apply_sampling(session.prefill(0, ids)[None], sampling, history_1V)
     if not sampling.greedy:
         position_11 = torch.tensor([[len(ids)]], device=scores_1V.device)
-        noise_1V = Noise.of([sampling], scores_1V.device).gumbel(position_11, scores_1V.shape[-1])[:, 0]
+        noise_1V = GumbelNoise.of([sampling], scores_1V.device).gumbel(position_11, scores_1V.shape[-1])[:, 0]
         scores_1V = scores_1V.log_softmax(-1) + noise_1V
     best, second = scores_1V[0].topk(2).values.tolist()
     return float(best - second) if math.isfinite(second) else None

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eyas.decode import Verify
+from eyas.core.engine import Verify
+from eyas.core.sampling import GumbelNoise
+from eyas.core.tree import Draft, Verdict
+from eyas.core.verify import verify
 from eyas.errors import OptionError
-from eyas.sampling import Noise
-from eyas.tree import Draft, Verdict
-from eyas.verify import verify
 
 _STRIDE = 2**20  # positions of one root token lie apart from those of another
 
@@ -49,17 +49,17 @@ def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
 
 
 class _Simulated:
-    """The lot of a cycle is a matter of the seed, the root's position and its token, worked out on the device (`Noise`)."""
+    """The lot of a cycle is a matter of the seed, the root's position and its token, worked out on the device (`GumbelNoise`)."""
 
     on_device = True
 
     def __init__(self, rates: tuple[float, ...], seed: int) -> None:
         self.rates, self.seed = rates, seed
 
-    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: Noise) -> Verdict:
+    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
         broken_B = verify(draft, scores_BNV, position_B, noise).broken_B  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
-        lot = Noise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
+        lot = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         place_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
         luck_B, goes_on_B = torch.zeros_like(position_B), torch.ones_like(noise.greedy_B)
         for d in range(P - 1):

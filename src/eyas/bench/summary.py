@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eyas.adaptive.cost import verify_cost
 from eyas.bench import cost, metrics, plots, report
 from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
@@ -17,7 +18,6 @@ from eyas.bench.profile import profile
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import Bench, OnPrompt
 from eyas.train.state import write_text
-from eyas.tune.cost import verify_cost
 
 __all__ = ["summarise", "write"]
 

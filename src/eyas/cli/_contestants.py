@@ -5,7 +5,7 @@ head of --heads by its name, or another one, and head=random one that knows noth
 here and says of the others what they lack; a method that is named must be able to run. Plain decoding and transformers' generate are
 always among them; what transformers refuses to do with this target is said.
 
-tree=auto lets a policy say how large a tree is drafted in each cycle, or that none is (eyas.tune); tree=fixed takes it as it is. Where
+tree=auto lets a policy say how large a tree is drafted in each cycle, or that none is (eyas.adaptive); tree=fixed takes it as it is. Where
 nothing is said of trees, those that grow are auto, and the others fixed: a bench compares methods, and a method that plain decoding stands
 in for would not be seen. Simulated acceptance says nothing about trees: fixed. With the embedded model static trees are its small one.
 """
@@ -25,9 +25,9 @@ from eyas.errors import CheckpointError, EyasError, OptionError, near
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from eyas.api import LLM
     from eyas.bench.contestants import Contestant, Drafting
     from eyas.drafters import Drafter
-    from eyas.llm import LLM
 
 __all__ = ["HEADS", "contestants"]
 
@@ -39,10 +39,10 @@ OF_SPECS = ("draft_with", "head", "tree=auto", "tree=fixed")  # that no method h
 def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[Contestant], dict[str, str]]:
     """(who takes part, plain decoding and transformers first; who cannot, and why)."""
     from eyas import drafters
+    from eyas.adaptive import auto
     from eyas.bench.contestants import Drafting
     from eyas.bench.simulate import parse_rates, simulated
-    from eyas.tune import auto
-    from eyas.verify import verify
+    from eyas.core.verify import verify
 
     specs = [part.strip() for part in given["methods"].split(",") if part.strip()]
     every = specs == ["all"]
@@ -64,7 +64,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
                 raise
             skipped[spec] = str(error)
         else:
-            found[spec] = Drafting(spec, drafter, _called(head), judge, auto(drafter, spare=rates is None) if mode == "auto" else None)
+            found[spec] = Drafting(spec, drafter, _called(head), judge, auto(drafter, fallback=rates is None) if mode == "auto" else None)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
     return [found.pop(VANILLA), *theirs, *found.values()], skipped
 
@@ -72,7 +72,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
 def _theirs(llm: LLM, ours: Iterable[Drafting], plain: bool, skipped: dict[str, str]) -> list[Contestant]:
     """transformers' generate in its ways, those that work here. `plain`: without speculation."""
     from eyas.bench.contestants import Question, Transformers
-    from eyas.decode import Request
+    from eyas.core.engine import Request
     from eyas.errors import ModelError
 
     every = [Transformers(llm.target)]
@@ -125,25 +125,25 @@ def _drafter(
 ) -> tuple[Drafter, str | None, str]:  # fmt: skip
     """A method with its head and options, and whether trees are auto or fixed; `random`: with random weights where it has no head."""
     from eyas import drafters, tiny
-    from eyas.drafters._base import flags, options_from
-    from eyas.tune import mode_of
+    from eyas.adaptive import mode_of
+    from eyas.core.drafter import build_options, flags
 
     name, options, beside, head = _parsed(spec)
     said, options = options.get("tree"), {k: v for k, v in options.items() if k != "tree"}
     kind = drafters.find(name)
     known = flags(kind.Options)
     asked = {**{k: v for k, v in common.items() if k in known}, **options}
-    chosen = options_from(kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked)
+    chosen = build_options(kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked)
     useless = head == RANDOM and RANDOM not in heads
     head = None if useless else heads.get(head, head) if head else heads.get(name) or heads.get(kind.reads)
     if head is None and kind.needs_weights and not (random or useless):
         raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.reads)}")
-    drafter = kind.random(llm.target, chosen) if head is None and (random or useless) else kind.from_source(head, llm.target, chosen)
+    drafter = kind.random(llm.target, chosen) if head is None and (random or useless) else kind.from_pretrained(head, llm.target, chosen)
     if beside is not None:
         from eyas.drafters._merge import Merged
 
         drafter = Merged(drafter, _drafter(llm, beside, heads, common, random)[0])
-    mode = said or (mode_of(asked)[0] if drafter.largest is not None and not random else "fixed")
+    mode = said or (mode_of(asked)[0] if drafter.max_tree is not None and not random else "fixed")
     return drafter, RANDOM if useless else head, mode
 
 
@@ -157,7 +157,7 @@ def _how_to_get(llm: LLM, reads: str) -> str:
 def _parsed(spec: str) -> tuple[str, dict[str, Any], str | None, str | None]:
     """NAME:option=value:... -> (name, options, the method that is merged in, the head that is named)."""
     from eyas import drafters
-    from eyas.tune import MODES
+    from eyas.adaptive import MODES
 
     name, *parts = spec.split(":")
     kind = drafters.find(name)
@@ -190,7 +190,7 @@ def _value(flag: Flag, text: str, spec: str) -> Any:
 def _check_flags(specs: Sequence[str], options: Mapping[str, Any]) -> None:
     """A method's flag that none of them has would be ignored."""
     from eyas import drafters
-    from eyas.drafters._base import flags
+    from eyas.core.drafter import flags
 
     known = {name for spec in specs for name in flags(drafters.find(spec.partition(":")[0]).Options)}
     for name in options:

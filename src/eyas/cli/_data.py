@@ -12,8 +12,8 @@ from eyas.cli._errors import note
 from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
+    from eyas.api import LLM
     from eyas.drafters import Drafter
-    from eyas.llm import LLM
     from eyas.train.data import Data, Report
     from eyas.train.loop import TrainConfig
 
@@ -71,7 +71,7 @@ def check_layers(data: Data, drafter: Drafter) -> None:
     from eyas.train.store import Stored
 
     if isinstance(data.train, Stored):
-        data.train.store.need(drafter.studies)
+        data.train.store.need(drafter.train_feature_layers)
 
 
 def read_data(llm: LLM, paths: Sequence[str], max_length: int, heldout: float) -> Data:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eyas.cli._errors import note
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM, Result
+    from eyas.api import LLM, Result
 
 __all__ = ["ITSELF", "check_exact", "check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
 
@@ -52,7 +52,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     """The LLM that the flags of MODEL name, with the method's own options."""
     with quiet(given["verbose"]):
-        from eyas.llm import load as load_llm
+        from eyas.api import load as load_llm
 
         names = (
             "target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights", "activations",
@@ -87,7 +87,7 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_sampling(given: Mapping[str, Any]) -> None:
     """Refuse impossible values before a model is loaded for them."""
     from eyas.cli._options import SAMPLING_LAW
-    from eyas.sampling import Sampling
+    from eyas.core.sampling import Sampling
 
     Sampling(**{name: given[name] for name in SAMPLING_LAW})
 

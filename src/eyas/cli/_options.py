@@ -2,7 +2,7 @@
 
 A method's flags come from the fields of its `Options`: `--tree.nodes` is the field `nodes` of the field `tree`. They are collected
 from all methods of the folder when a command that takes them is run or asked for help (`eyas --help` itself imports no method), and from
-the method at the dotted path after `--method`, if there is one. Whether a method has the flags that were given is for `options_from` to
+the method at the dotted path after `--method`, if there is one. Whether a method has the flags that were given is for `build_options` to
 say.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM, Piece, Result
+    from eyas.api import LLM, Piece, Result
 
 __all__ = ["Painter", "Tally", "summary"]
 
@@ -34,8 +34,8 @@ class Tally:
         return tally
 
     def _decode(self, llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any]) -> Iterator[Piece]:
-        from eyas.decode import Decoder
-        from eyas.llm import Piece
+        from eyas.api import Piece
+        from eyas.core.engine import Decoder
 
         request, reader = llm.request(prompt, **keywords)
         decoder = Decoder(llm.target, llm.drafter, policy=llm.policy)
@@ -66,7 +66,7 @@ class Tally:
 
     def result(self, otherwise: str = "interrupted") -> Result:
         """What came so far; `otherwise` is the reason of a stream that was not read to its end."""
-        from eyas.llm import Result, Stats
+        from eyas.api import Result, Stats
 
         emitted = max(0, len(self.token_ids) - 1)
         stats = Stats(

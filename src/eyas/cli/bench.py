@@ -93,7 +93,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> int:
         return _compare(ctx, *given["compare"], as_json=given["as_json"])
     from eyas.bench.run import locked
     from eyas.bench.simulate import parse_rates
-    from eyas.sampling import Sampling
+    from eyas.core.sampling import Sampling
 
     for temperature in given["temperatures"]:
         Sampling(temperature=temperature, **_law(given))

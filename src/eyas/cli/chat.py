@@ -19,7 +19,7 @@ from eyas.errors import EyasError, InputError, near
 if TYPE_CHECKING:
     from types import FrameType
 
-    from eyas.llm import LLM, Piece
+    from eyas.api import LLM, Piece
 
 __all__ = ["command"]
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.panel import Panel
     from rich.table import Table
 
-    from eyas.llm import LLM, Result
-    from eyas.target import Target
+    from eyas.api import LLM, Result
+    from eyas.core.target import Target
 
 __all__ = ["command"]
 
@@ -106,8 +106,8 @@ GROWN_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest
 def _best(given: dict[str, Any], options: dict[str, Any]) -> LLM:
     """The embedded model with the method and, unless the user chose, a small tree: `auto` has too few cycles to measure."""
     from eyas import drafters, tiny
-    from eyas.drafters._base import flags
-    from eyas.tune import mode_of
+    from eyas.adaptive import mode_of
+    from eyas.core.drafter import flags
 
     name = given["method"] or tiny.BEST
     mode, options = mode_of(options)
@@ -135,7 +135,7 @@ class _Demo:
 
     def __init__(self, best: LLM, new: int, console: Console) -> None:
         from eyas import drafters
-        from eyas.llm import LLM
+        from eyas.api import LLM
 
         self.best, self.new, self.console = best, new, console
         self.plain = LLM(best.target, drafters.find("vanilla").load(None, best.target), best.tokenizer)

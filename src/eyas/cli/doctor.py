@@ -115,7 +115,7 @@ def _fast_paths() -> dict[str, str]:
     from eyas import kernels
 
     return {
-        "compiled kernels (CPU)": kernels.why_not() or f"built and loaded{', with matrix units' if kernels.has_units() else ''}",
+        "compiled kernels (CPU)": kernels.why_not() or f"built and loaded{', with matrix units' if kernels.has_amx() else ''}",
         "CUDA graphs": "by --kernels on, with compiled layers by --kernels compile; not yet run on a GPU",
     }
 
@@ -178,8 +178,8 @@ def _intact(folder: Path) -> Finding:
 def _self_test() -> list[Finding]:
     """Does the model load, is its head read rightly, and does drafting change nothing?"""
     from eyas import drafters
+    from eyas.api import LLM, load
     from eyas.errors import EyasError
-    from eyas.llm import LLM, load
 
     try:
         with quiet():

@@ -22,7 +22,7 @@ from eyas.cli._options import MODEL_BASE, MethodCommand, examples, method_option
 from eyas.errors import EyasError, InputError, OptionError
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM
+    from eyas.api import LLM
     from eyas.train.store import Manifest, Settings, Store
 
 __all__ = ["command"]
@@ -166,7 +166,7 @@ def _settings(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> Setti
 def _layers(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> tuple[int, ...]:
     """Those that are named, or those that the methods named study."""
     from eyas import drafters
-    from eyas.drafters._base import flags, options_from
+    from eyas.core.drafter import build_options, flags
     from eyas.train.features import studied
 
     last = llm.target.num_layers
@@ -182,7 +182,7 @@ def _layers(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> tuple[i
     known = [flags(kind.Options) for kind in kinds]
     unknown = {name for name in options if not any(name in own for own in known)}
     chosen = [{name: options[name] for name in options if name in own or name in unknown} for own in known]
-    return studied(llm.target, [(kind, options_from(kind.Options, own)) for kind, own in zip(kinds, chosen, strict=True)])
+    return studied(llm.target, [(kind, build_options(kind.Options, own)) for kind, own in zip(kinds, chosen, strict=True)])
 
 
 def _agree(manifest: Manifest, folder: Path, given: dict[str, Any], shards: Sequence[int]) -> None:

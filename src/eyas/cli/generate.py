@@ -19,7 +19,7 @@ from eyas.cli._show import Tally, summary
 from eyas.errors import EyasError, InputError
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM
+    from eyas.api import LLM
 
 __all__ = ["command"]
 
@@ -177,7 +177,7 @@ class _Many:
 
     def _requests(self, tasks: Sequence[Task]) -> list[tuple[Task, tuple[int, ...]]]:
         """The tasks that can be served, as token ids; a line that cannot is named and left out."""
-        from eyas.decode import Decoder
+        from eyas.core.engine import Decoder
 
         keywords, probe, ready = sampling_of(self.given), Decoder(self.llm.target, self.llm.drafter), []
         for task in tasks:

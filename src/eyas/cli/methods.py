@@ -47,7 +47,7 @@ def _names() -> list[str]:
 
 def _describe(name: str) -> dict[str, Any]:
     from eyas import drafters
-    from eyas.drafters._base import flags
+    from eyas.core.drafter import flags
 
     method = drafters.find(name)
     return {

@@ -19,7 +19,7 @@ from eyas.cli._options import LAW, MODEL, SAMPLING_LAW, MethodCommand, examples,
 from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM
+    from eyas.api import LLM
     from eyas.train.regenerate import Answered, Line, Manner, Talk, Unanswered
 
 __all__ = ["command"]
@@ -67,7 +67,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> None:
         llm = load(given, method_options(ctx))
         if llm.tokenizer is None:
             raise InputError("this target has no tokenizer: name one with --tokenizer")
-        from eyas.sampling import Sampling
+        from eyas.core.sampling import Sampling
 
         manner = Manner(Sampling(**law), given["max_new_tokens"], given["last_only"], given["drop_cut"])
         run = _Run(llm, manner, results, dropped, given)

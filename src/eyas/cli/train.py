@@ -22,8 +22,8 @@ from eyas.cli._options import MODEL_BASE, Flag, MethodCommand, examples, field_o
 from eyas.errors import EyasError, OptionError
 
 if TYPE_CHECKING:
+    from eyas.api import LLM
     from eyas.drafters import Drafter
-    from eyas.llm import LLM
     from eyas.train.data import Data
     from eyas.train.loop import Outcome, TrainConfig
 
@@ -103,7 +103,7 @@ def _silent(wanted: bool) -> Iterator[None]:
 
 
 def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
-    from eyas.drafters._base import options_from
+    from eyas.core.drafter import build_options
     from eyas.train import alpha, progress
     from eyas.train.dist import processes
     from eyas.train.loop import TrainConfig, train
@@ -118,7 +118,7 @@ def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     options = method_options(ctx)
     if given["init"] and (own := [f"--{name}" for name in options if name.startswith("head.")]):
         raise OptionError(f"--init brings a head that is as it is: leave {', '.join(own)} out")
-    chosen = options_from(kind.Options, options)
+    chosen = build_options(kind.Options, options)
     llm = load({**given, **ITSELF, "device": _device(given["device"])}, {})
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
@@ -162,7 +162,7 @@ def _drafter(kind: type[Drafter], llm: LLM, given: dict[str, Any], options: Any,
             note(f"{given['init']} was trained with a window of {drafter.trained_window}; here it sees whole examples and has none")
             drafter.trained_window = None
         return drafter
-    return kind.fresh(llm.target, options, config.seed, count_tokens(data.train, llm.target.vocab_size))
+    return kind.init_for_training(llm.target, options, config.seed, count_tokens(data.train, llm.target.vocab_size))
 
 
 def _report(outcome: Outcome, folder: str, config: TrainConfig) -> int:

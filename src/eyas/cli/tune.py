@@ -15,9 +15,9 @@ from eyas.cli._options import DRAFT_WEIGHTS, MODEL_BASE, MethodCommand, examples
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
-    from eyas.llm import LLM
-    from eyas.tune.cost import Costs
-    from eyas.tune.plan import Plan
+    from eyas.adaptive.cost import Costs
+    from eyas.adaptive.goodput import Plan
+    from eyas.api import LLM
 
 __all__ = ["command"]
 
@@ -44,11 +44,11 @@ EXAMPLES = examples(
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> None:
     """Measure what trees cost on this machine, and show the one that pays most."""
-    from eyas.tune.cost import key_of, place_of, remembered
-    from eyas.tune.plan import Acceptance, Plan, sizes
+    from eyas.adaptive.cost import key_of, place_of, remembered
+    from eyas.adaptive.goodput import Acceptance, Plan, sizes
 
     llm = load({**given, "tree": "auto"}, method_options(ctx))
-    limit = llm.drafter.largest
+    limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3")
     costs, known = remembered(llm.drafter, given["force"])

@@ -10,10 +10,10 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from eyas.drafters._base import Batch, Decision, Drafter, DraftSession, Fixed, Loss, Roots, Shape
+from eyas.core.drafter import Batch, Capturable, CycleInput, Decision, Drafter, DraftSession, Loss, Shape
 from eyas.errors import OptionError, near
 
-__all__ = ["Batch", "Decision", "DraftSession", "Drafter", "Fixed", "Loss", "Roots", "Shape", "find", "names"]
+__all__ = ["Batch", "Capturable", "CycleInput", "Decision", "DraftSession", "Drafter", "Loss", "Shape", "find", "names"]
 
 
 def names() -> list[str]:

@@ -20,16 +20,16 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from eyas.cache import WindowCache
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Drafter, DraftSession, Fixed, Roots
+from eyas.core.cache import WindowCache
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.target import Target
+from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters._grow import DynamicTree, Growth
 from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.kernels import Pending
 from eyas.nn import Compiled, LayerShape, rope_frequencies
-from eyas.target import Target
-from eyas.tree import Draft, Seen, Verdict
 
 __all__ = ["EagleMethod", "EagleNet", "EagleSession", "Window", "check_sizes", "head_of", "own_table", "shape_like", "shape_of"]
 
@@ -83,7 +83,7 @@ class EagleMethod(Drafter):
     @classmethod
     @abstractmethod
     def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """What `studies` of a new head says; it takes no net to tell."""
+        """What `train_feature_layers` of a new head says; it takes no net to tell."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +104,7 @@ class EagleMethod(Drafter):
         """The net's output [..., D] -> logits [..., V or v]."""
 
     @abstractmethod
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         """The tree."""
 
     @cached_property
@@ -173,24 +173,24 @@ class EagleSession(DraftSession):
         self.pairs_B = torch.zeros_like(self.length_B)  # pairs read, forgotten ones included
         self.bound = [0] * rows  # with a window: at most that many slots in use, known to the host
         self.wanted: list[tuple[int, int]] = [(0, 0)] * rows  # of the prompt, pairs before the first and from the second on are read
-        width = target.hidden_size * len(drafter.wants)
+        width = target.hidden_size * len(drafter.feature_layers)
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
         self.pending_B = torch.zeros_like(self.length_B)
         state = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in state}
 
-    def fixed(self, roots: Roots) -> Fixed | None:
-        if self.drafter.draws and not roots.noise.all_greedy:  # the host judges what was drawn
+    def fixed(self, roots: CycleInput) -> Capturable | None:
+        if self.drafter.samples_children and not roots.noise.all_greedy:  # the host judges what was drawn
             return None
-        largest, held = self.drafter.largest, roots.longest
+        largest, held = self.drafter.max_tree, roots.max_position
         if self.window:
             if max(self.bound) > sum(self.window):  # a prompt that was read whole
                 return None
             held = min(held, sum(self.window))
             self.bound = [held] * self.rows  # as if a text of that length filled it: each cycle trims it, or none does
         self.cache.reserve(held + max(ROOM, self.drafter.longest_path + (largest.depth * largest.branch if largest else 0)))
-        return Fixed(self, self.state, self.cache.places, self.cache.stores if self.window else ())
+        return Capturable(self, self.state, self.cache.addresses, self.cache.stores if self.window else ())
 
     def keep(self, row: int, length: int) -> int:
         """Pair m-1 needs token m to be unchanged, so of `length` equal tokens the pairs before the last stay, if nothing cut is needed."""
@@ -271,7 +271,7 @@ class EagleSession(DraftSession):
             return self.net(*inputs, self.cache)
         return self.drafter.compiled(self.net, *inputs, self.cache.now())
 
-    def _catch_up(self, roots: Roots) -> Tensor:
+    def _catch_up(self, roots: CycleInput) -> Tensor:
         """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest."""
         P = self.pending_BPF.shape[1]
         order_P = torch.arange(P, device=roots.tokens_B.device)
@@ -281,11 +281,11 @@ class EagleSession(DraftSession):
         hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._reach(roots) + P)
         self._have_read(self.pending_B * roots.active_B)
         if self.window:
-            self.bound = [min(bound + P, roots.longest) for bound in self.bound]
+            self.bound = [min(bound + P, roots.max_position) for bound in self.bound]
             self._trim()
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
-    def _next(self, roots: Roots) -> tuple[Tensor, Tensor]:
+    def _next(self, roots: CycleInput) -> tuple[Tensor, Tensor]:
         """The tokens after the pending features [B, P], the roots after the last of them; and which one that is [B, 1]."""
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         return self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, roots.tokens_B[:, None]), last_B1
@@ -294,7 +294,7 @@ class EagleSession(DraftSession):
         self.length_B, self.pairs_B = self.length_B + count_B, self.pairs_B + count_B
         self.pending_B = torch.zeros_like(self.pending_B)
 
-    def _at_once(self, roots: Roots, shape: DynamicTree) -> Draft | None:
+    def _at_once(self, roots: CycleInput, shape: DynamicTree) -> Draft | None:
         """Read what is pending and grow a dynamic tree in one call, where the kernels know how."""
         grower, P = self.drafter.grower, self.pending_BPF.shape[1]
         if grower is None or not grower.suits(roots):
@@ -303,15 +303,15 @@ class EagleSession(DraftSession):
         features = self._cast(self.pending_BPF)
         features = features if grower.net.fuse is not None else self.net.fuse(features)
         pending = Pending(features.contiguous(), self.pending_tokens_BP, count_B)
-        draft = grower(pending, roots, shape, self.cache, self.length_B, roots.longest + P + shape.depth * shape.branch)
+        draft = grower(pending, roots, shape, self.cache, self.length_B, roots.max_position + P + shape.depth * shape.branch)
         self._have_read(count_B)
         return draft
 
-    def _reach(self, roots: Roots) -> int:
+    def _reach(self, roots: CycleInput) -> int:
         """At most that many slots are in use in any row."""
-        return min(max(self.bound), roots.longest) if self.window else roots.longest
+        return min(max(self.bound), roots.max_position) if self.window else roots.max_position
 
-    def growth(self, roots: Roots) -> Growth:
+    def growth(self, roots: CycleInput) -> Growth:
         """Reads what is pending, when asked to; then the levels of the tree can be expanded, in slots behind the committed ones."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
@@ -324,10 +324,10 @@ class EagleSession(DraftSession):
             lambda: self._catch_up(roots), self.drafter.head, expand, self.drafter.draft_ids_v, lambda shape: self._at_once(roots, shape)
         )  # fmt: skip
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         return self.drafter.grow(self.growth(roots), roots)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         path_BP = verdict.path_BP.clamp(min=0)
         self.pending_BPF = seen.features_BNF.gather(1, path_BP[..., None].expand(-1, -1, seen.features_BNF.shape[-1]))
         self.pending_tokens_BP = verdict.tokens_BP

@@ -84,9 +84,9 @@ class Net(nn.Module):
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         return self.handed_on(self.layer.decode(x_RND, residual_RND, position_RN, cache))
 
-    def rehearse(
+    def training_time_test(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
-        recompute: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
         """While training: the hidden [M, D] of some rows after each step of the training-time test.
 
@@ -109,5 +109,7 @@ class Net(nn.Module):
             if i:
                 x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
                 later.append(attention.keys(x_MD, position_N[rows_M] + i))
-            hidden.append(checkpoint(attend, x_MD, residual_MD, i, use_reentrant=False) if recompute else attend(x_MD, residual_MD, i))
+            hidden.append(
+                checkpoint(attend, x_MD, residual_MD, i, use_reentrant=False) if gradient_checkpointing else attend(x_MD, residual_MD, i)
+            )
         return hidden

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Roots, Shape
+from eyas.core.drafter import CycleInput, Shape
+from eyas.core.sampling import GumbelNoise, apply_sampling, probs
+from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.errors import OptionError, near
-from eyas.sampling import Noise, law, process
-from eyas.tree import Choices, Draft, Drafted, Tree
 
 __all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
 
@@ -98,12 +98,12 @@ class Growth:
         """The head's token ids -> the target's."""
         return draft if self.draft_ids_v is None else self.draft_ids_v[draft]
 
-    def noise(self, roots: Roots, level: int, vocab: int) -> Tensor:
+    def noise(self, roots: CycleInput, level: int, vocab: int) -> Tensor:
         """[B, 1, v]: what the target will add to log p where a level's children stand; zero in greedy rows."""
         which = vocab if self.draft_ids_v is None else self.draft_ids_v
         return roots.noise.gumbel(roots.position_B[:, None] + level + 1, which)
 
-    def seen(self, roots: Roots) -> Tensor | None:
+    def seen(self, roots: CycleInput) -> Tensor | None:
         """bool [B, 1, v]: tokens that stand in the rows; None where no row asks."""
         if roots.history_BV is None:
             return None
@@ -121,7 +121,7 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values_BX[:, :count], index_BX[:, :count]
 
 
-def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
+def grow_dynamic(growth: Growth, roots: CycleInput, shape: DynamicTree) -> Draft:
     """EAGLE-2 (seed paper, section 4): expansion by joint confidence, then reranking of everything that was drafted.
 
     A node's value is the product of the chances along its path. At every level the `branch` best new nodes are expanded into `branch`
@@ -159,7 +159,7 @@ def grow_dynamic(growth: Growth, roots: Roots, shape: DynamicTree) -> Draft:
     keep_BX = _best(value_BX, shape.nodes - 1)[1] if shape.rerank else torch.cat(beams, dim=1)
     draft = _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
-    everything = Drafted(torch.cat([zero_B1 - 1, parent_BX + 1], dim=1), torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1))
+    everything = FullDraft(torch.cat([zero_B1 - 1, parent_BX + 1], dim=1), torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1))
     return replace(draft, drafted=everything) if shape.rerank else draft  # else what is kept is not the best of it
 
 
@@ -177,7 +177,7 @@ class _Children:
     chance: Tensor  # float32 [B, Q, K]; log of how likely the target draws it, at most 0
 
 
-def _guess(growth: Growth, roots: Roots, shape: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int) -> _Children:
+def _guess(growth: Growth, roots: CycleInput, shape: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int) -> _Children:
     """What the draft takes for the best children of a level's nodes."""
     logits_BQv = growth.head(hidden_BQD)
     count = min(shape.branch, logits_BQv.shape[-1])
@@ -194,7 +194,7 @@ def _guess(growth: Growth, roots: Roots, shape: DynamicTree, hidden_BQD: Tensor,
     return _Children(index_BQK, own_BQK, torch.where(certain_B11, chance_BQK, own_BQK))
 
 
-def _kept(roots: Roots, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: Tensor, value_BX: Tensor, parent_BX: Tensor) -> Draft:
+def _kept(roots: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: Tensor, value_BX: Tensor, parent_BX: Tensor) -> Draft:
     """The tree of these nodes. A parent's value is no less than its child's and it was drafted earlier, so it is kept when its child is."""
     number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
     place_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
@@ -259,7 +259,7 @@ class _Static:
         return cls(tree, levels)
 
 
-def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "drawn", block: bool = False) -> Draft:
+def grow_static(growth: Growth, roots: CycleInput, choices: Choices, noise: str = "drawn", block: bool = False) -> Draft:
     """EAGLE-1's tree of fixed shape: a node's children are the draft's best tokens (greedy rows); in sampling rows, by `noise`,
 
     drawn: drawn from q without replacement, in the largest order of log q + Gumbel noise of the draft's own (Kool, van Hoof, Welling 2019);
@@ -290,9 +290,9 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "dr
             key_BQV = scores_BQV + growth.noise(roots, number, scores_BQV.shape[-1])
         elif not roots.noise.all_greedy:
             place_BQ = roots.position_B[:, None] * N + inner_Q  # every node draws with noise of its own
-            q_BQV = law(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
+            q_BQV = probs(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
             key_BQV = torch.where(roots.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
-            key_BQV = key_BQV + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], Noise.DRAFT)
+            key_BQV = key_BQV + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
             q_BNV[:, inner_Q] = q_BQV
         key_BQK, token_BQK = key_BQV.topk(level.width)
@@ -303,7 +303,7 @@ def grow_static(growth: Growth, roots: Roots, choices: Choices, noise: str = "dr
     return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)
 
 
-def _processed(logits_BQv: Tensor, roots: Roots, seen_BQv: Tensor | None) -> Tensor:
+def _processed(logits_BQv: Tensor, roots: CycleInput, seen_BQv: Tensor | None) -> Tensor:
     """The draft's scores after each row's own Sampling, with the prefix of each node."""
     rows = enumerate(roots.sampling)
-    return torch.stack([process(logits_BQv[b], s, None if seen_BQv is None else seen_BQv[b]) for b, s in rows])
+    return torch.stack([apply_sampling(logits_BQv[b], s, None if seen_BQv is None else seen_BQv[b]) for b, s in rows])

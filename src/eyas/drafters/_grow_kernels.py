@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from eyas import kernels
-from eyas.drafters._base import Roots
+from eyas.core.drafter import CycleInput
+from eyas.core.sampling import Sampling
+from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
 from eyas.nn import FusedLayer, QuickLinear
-from eyas.sampling import Sampling
-from eyas.tree import Draft, Drafted, Tree
 
 if TYPE_CHECKING:
-    from eyas.cache import WindowCache
-    from eyas.target import Target
+    from eyas.core.cache import WindowCache
+    from eyas.core.target import Target
 
 __all__ = ["Grower", "grower_of"]
 
@@ -82,11 +82,11 @@ class Grower:
         self.layer, self.net = layer, net
 
     @staticmethod
-    def suits(roots: Roots) -> bool:
+    def suits(roots: CycleInput) -> bool:
         return roots.history_BV is None and all(_plain(sampling) for sampling in roots.sampling)
 
     def __call__(
-        self, pending: kernels.Pending, roots: Roots, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
+        self, pending: kernels.Pending, roots: CycleInput, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
     ) -> Draft:  # fmt: skip
         """The tree below the roots, once the net has read what is pending behind `length` slots.
 
@@ -109,5 +109,5 @@ class Grower:
         assert where is not None, "there is no window"
         grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
         tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
-        drafted = Drafted(grown.drafted_parents_BX, grown.drafted_value_BX) if shape.rerank else None
+        drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if shape.rerank else None
         return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

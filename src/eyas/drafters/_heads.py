@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, DraftSession, Fixed, Loss, Roots
+from eyas.core.drafter import Batch, Capturable, CycleInput, DraftSession, Loss
+from eyas.core.sampling import apply_sampling
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft, TargetOutput, Tree, Verdict
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.losses import draft_cross_entropy
-from eyas.sampling import process
-from eyas.target import Target
-from eyas.tree import Choices, Draft, Seen, Tree, Verdict
 
 __all__ = [
     "FeatureSession", "Objective", "RankTree", "best_children", "check_head", "check_objective", "heads_loss", "lm_head_like"
@@ -42,7 +42,7 @@ class RankTree:
         self.parents_N = torch.tensor([-1, *(number[path[:-1]] for path in choices)], device=device)
         self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)  # level * width + rank
 
-    def draft(self, roots: Roots, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
+    def draft(self, roots: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
         """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
         B = len(roots.tokens_B)
         tree = Tree.build(self.parents_N.expand(B, -1), self.depth)
@@ -50,7 +50,7 @@ class RankTree:
         return Draft(tree, torch.cat([roots.tokens_B[:, None], tokens_BM], dim=1), scores_BN)
 
 
-def best_children(logits_BQV: Tensor, roots: Roots, noise: str, level_Q: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_children(logits_BQV: Tensor, roots: CycleInput, noise: str, level_Q: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
 
     With shared noise they are ranked by log q + what the target will add where they stand, q processed by the row's own Sampling like p,
@@ -59,7 +59,7 @@ def best_children(logits_BQV: Tensor, roots: Roots, noise: str, level_Q: Tensor,
     if noise == "shared":
         seen = None if roots.history_BV is None else roots.history_BV[:, None].expand(-1, logits_BQV.shape[1], -1)
         rows = enumerate(roots.sampling)
-        logits_BQV = torch.stack([process(logits_BQV[b], s, None if seen is None else seen[b]) for b, s in rows])
+        logits_BQV = torch.stack([apply_sampling(logits_BQV[b], s, None if seen is None else seen[b]) for b, s in rows])
     logq_BQV = logits_BQV.float().log_softmax(-1)
     if noise == "none" or roots.noise.all_greedy:
         own_BQW, token_BQW = logq_BQV.topk(count)
@@ -75,13 +75,13 @@ def best_children(logits_BQV: Tensor, roots: Roots, noise: str, level_Q: Tensor,
 class FeatureSession(DraftSession):
     """All that it knows of a row is the target's feature of its newest committed token."""
 
-    def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, Roots], Draft]) -> None:
+    def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, CycleInput], Draft]) -> None:
         """grow: (feature_BD, roots) -> the draft."""
         self.grow = grow
         self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
 
-    def fixed(self, roots: Roots) -> Fixed:
-        return Fixed(self, {"feature_BD": tuple(self.feature_BD.shape)})
+    def fixed(self, roots: CycleInput) -> Capturable:
+        return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
     def keep(self, row: int, length: int) -> int:
         return length  # the prompt's last token is always offered again
@@ -89,10 +89,10 @@ class FeatureSession(DraftSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.feature_BD[row] = features_TF[-1]
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         return self.grow(self.feature_BD, roots)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
         self.feature_BD = seen.features_BNF.gather(1, last_B1[..., None].expand(-1, -1, seen.features_BNF.shape[-1]))[:, 0]
 

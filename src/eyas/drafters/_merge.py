@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Drafter, DraftSession, Roots
-from eyas.tree import Draft, Seen, Verdict, merge, twins
+from eyas.core.drafter import CycleInput, Drafter, DraftSession
+from eyas.core.tree import Draft, TargetOutput, Verdict, matching_nodes, merge
 
-__all__ = ["Merged", "name_of"]
+__all__ = ["Merged", "method_name"]
 
 
 class Merged(Drafter):
@@ -30,22 +30,22 @@ class Merged(Drafter):
     def __init__(self, first: Drafter, second: Drafter) -> None:
         super().__init__(first.target)
         self.parts = (first, second)
-        self.wants = tuple(sorted({*first.wants, *second.wants}))
-        self.net, self.trained_length, self.made_for = first.net, first.trained_length, first.made_for
-        self.by_text = first.by_text and second.by_text
+        self.feature_layers = tuple(sorted({*first.feature_layers, *second.feature_layers}))
+        self.net, self.trained_length, self.target_fingerprint = first.net, first.trained_length, first.target_fingerprint
+        self.model_free = first.model_free and second.model_free
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
 
     def describe(self) -> dict[str, Any]:
         first, second = self.parts
-        return {**first.describe(), "with": {"method": name_of(second), **second.describe()}}
+        return {**first.describe(), "with": {"method": method_name(second), **second.describe()}}
 
 
-def name_of(drafter: Drafter) -> str:
+def method_name(drafter: Drafter) -> str:
     """What `--method` calls it; `eagle2+suffix` for two."""
     if isinstance(drafter, Merged):
-        return "+".join(name_of(part) for part in drafter.parts)
+        return "+".join(method_name(part) for part in drafter.parts)
     return type(drafter).__module__.removeprefix("eyas.drafters.")
 
 
@@ -54,7 +54,7 @@ class Session(DraftSession):
 
     def __init__(self, drafter: Merged, rows: int) -> None:
         self.first, self.second = (part.open(rows) for part in drafter.parts)
-        self.places = [_places(part.wants, drafter.wants) for part in drafter.parts]
+        self.places = [_places(part.feature_layers, drafter.feature_layers) for part in drafter.parts]
         self.width = drafter.target.hidden_size
         self.drafts: tuple[Draft, Draft] | None = None
         self.twin_BM = torch.empty(0)
@@ -75,12 +75,12 @@ class Session(DraftSession):
         for session, places in zip((self.first, self.second), self.places, strict=True):
             session.prefill(row, tokens_T, _take(features_TF, places, self.width), position)
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         mine, theirs = self.drafts = self.first.draft(roots), self.second.draft(roots)
-        self.twin_BM = twins(mine, theirs)
+        self.twin_BM = matching_nodes(mine, theirs)
         return merge(mine, theirs, self.twin_BM)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         assert self.drafts is not None
         mine, theirs = self.drafts
         own, other = (_take(seen.features_BNF, places, self.width) for places in self.places)
@@ -88,7 +88,7 @@ class Session(DraftSession):
         N, twin_BN = mine.tree.nodes, _inverse(self.twin_BM, mine.tree.nodes)
         path_BP = _renumber(twin_BN, theirs.tree.nodes).gather(1, verdict.path_BP.clamp(min=0))
         path_BP = torch.where(verdict.path_BP < 0, -1, path_BP)
-        turned = Seen(*(torch.cat([x[:, :1], x[:, N:], x[:, 1:N]], dim=1) for x in (seen.logits_BNV, other)))
+        turned = TargetOutput(*(torch.cat([x[:, :1], x[:, N:], x[:, 1:N]], dim=1) for x in (seen.logits_BNV, other)))
         self.second.commit(merge(theirs, mine, twin_BN), replace(verdict, path_BP=path_BP), turned)
 
     def end(self, row: int) -> None:

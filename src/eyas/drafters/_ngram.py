@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import DraftSession, Roots
+from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 from eyas.errors import OptionError
-from eyas.tree import Draft, Seen, Tree, Verdict
 
 __all__ = ["Guess", "Index", "TextSession", "check_whole"]
 
@@ -82,9 +82,9 @@ class TextSession(DraftSession):
         for token in tokens:
             self.rows[row].append(token)
 
-    def draft(self, roots: Roots) -> Draft:
-        if roots.texts:  # what the host knows need not come from the device
-            tokens, self.active = [text[-1] if text else 0 for text in roots.texts], [bool(text) for text in roots.texts]
+    def draft(self, roots: CycleInput) -> Draft:
+        if roots.row_tokens:  # what the host knows need not come from the device
+            tokens, self.active = [text[-1] if text else 0 for text in roots.row_tokens], [bool(text) for text in roots.row_tokens]
         else:
             tokens, self.active = roots.tokens_B.tolist(), roots.active_B.tolist()
         guesses: list[list[Guess]] = []
@@ -94,8 +94,8 @@ class TextSession(DraftSession):
         return self._tree(tokens, guesses, roots.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
-        nodes, longest = 1, max(map(len, guesses), default=0)
-        while nodes <= longest:
+        nodes, max_position = 1, max(map(len, guesses), default=0)
+        while nodes <= max_position:
             nodes = min(2 * nodes - (nodes > 1), self.nodes)
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
@@ -108,9 +108,9 @@ class TextSession(DraftSession):
         candidate_BN = table(lambda _: True, lambda _: True, False)
         scores = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
         tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        return Draft(Tree.build(parents_BN, self.depth if longest else 0, candidate_BN), tokens_BN, scores)
+        return Draft(Tree.build(parents_BN, self.depth if max_position else 0, candidate_BN), tokens_BN, scores)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         lines = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
         for row, (tokens, length, active) in enumerate(lines):
             self._learn(row, tokens[1:length] if active else [])

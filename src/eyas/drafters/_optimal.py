@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
+from eyas.core.tree import Choices, check_choices
 from eyas.errors import OptionError
-from eyas.tree import Choices, check_choices
 
 __all__ = ["Counts", "count_ranks", "measuring_choices", "optimal_choices", "rates_of", "tree_value"]
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eyas.core.sampling import GumbelNoise
+from eyas.core.target import Target
+from eyas.core.tree import Tree
 from eyas.errors import ModelError, OptionError
-from eyas.sampling import Noise
-from eyas.target import Target
-from eyas.tree import Tree
 
 __all__ = ["Found", "Part", "format_parts", "own_text", "parse_parts", "search", "without"]
 
@@ -193,7 +193,7 @@ def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> 
     config = target.model.config.get_text_config(decoder=True)
     begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int)), 0)
     session, device = target.open(rows), target.device
-    noise = Noise(torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False)
+    noise = GumbelNoise(torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False)
     tokens, root = [torch.full((rows, 1), begin, device=device)], Tree.chain(rows, 1, device)
     for position in range(1, length):
         seen = session.forward(tokens[-1], root)

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, DraftSession, Loss, Roots
+from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import Growth, grow_static
 from eyas.errors import OptionError, near
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
-from eyas.target import Target
-from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices, check_choices
 
 __all__ = ["HeadOptions", "Method", "Net", "StaticTree"]
 
@@ -128,7 +128,7 @@ class UnshiftedSession(EagleSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         super().prefill(row, tokens_T, self.hidden_of(tokens_T, features_TF), position)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         super().commit(draft, verdict, replace(seen, features_BNF=self.hidden_of(draft.tokens_BN, seen.features_BNF)))
 
 
@@ -142,7 +142,7 @@ class Method(EagleMethod):
 
     def __init__(self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None) -> None:
         super().__init__(target, options)
-        self.net, self.shape, self.wants = net, shape, (target.num_layers,)
+        self.net, self.shape, self.feature_layers = net, shape, (target.num_layers,)
         self.embed_tokens = embed_tokens
         self.plan()
 
@@ -167,7 +167,7 @@ class Method(EagleMethod):
         return 1 + max(len(path) for path in self.choices)
 
     @property
-    def draws(self) -> bool:
+    def samples_children(self) -> bool:
         return bool(self.options.tree.noise == "drawn")
 
     @classmethod
@@ -214,7 +214,7 @@ class Method(EagleMethod):
     def open(self, rows: int) -> DraftSession:
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verification == "block")
 
     def chain(self, depth: int) -> Method:

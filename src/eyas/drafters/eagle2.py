@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from eyas.core.drafter import CycleInput, Shape
+from eyas.core.tree import Draft
 from eyas.drafters import eagle1
-from eyas.drafters._base import Roots, Shape
 from eyas.drafters._eagle import EagleMethod
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
-from eyas.tree import Draft
 
 __all__ = ["Method"]
 
@@ -39,15 +39,15 @@ class Method(eagle1.Method):
         return 1 + int(self.options.tree.depth)
 
     @property
-    def largest(self) -> Shape | None:
+    def max_tree(self) -> Shape | None:
         tree: DynamicTree = self.options.tree
         return tree.shape
 
     @property
-    def draws(self) -> bool:
+    def samples_children(self) -> bool:
         return False
 
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         return grow_dynamic(growth, roots, self.options.tree)
 
     def describe(self) -> dict[str, Any]:

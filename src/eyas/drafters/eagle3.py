@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Loss, Roots, Shape
+from eyas.core.drafter import Batch, CycleInput, Loss, Shape
+from eyas.core.target import Target
+from eyas.core.tree import Draft
 from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import Guesses, draft_cross_entropy, weighted_smooth_l1
 from eyas.nn import LayerShape
-from eyas.target import Target
-from eyas.tree import Draft
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -85,7 +85,7 @@ class Method(EagleMethod):
 
     Options: ClassVar[type] = Options
     reads = "eagle3"
-    recompute = False
+    gradient_checkpointing = False
     summary = "EAGLE-3: fused features of three layers, trained on its own outputs, dynamic tree"
     net: Net
 
@@ -94,15 +94,15 @@ class Method(EagleMethod):
         embed_tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(target, options)
-        self.net, self.shape, self.wants = net, shape, layers
+        self.net, self.shape, self.feature_layers = net, shape, layers
         self.draft_ids_v, self.embed_tokens = draft_ids_v, embed_tokens
 
     @property
-    def studies(self) -> tuple[int, ...]:
+    def train_feature_layers(self) -> tuple[int, ...]:
         """OptionError for a head that cannot be trained: asked for before the first step."""
         if self.net.head is None:
             raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
-        return (*self.wants, self.target.num_layers)  # the last: what the target's own head reads
+        return (*self.feature_layers, self.target.num_layers)  # the last: what the target's own head reads
 
     @classmethod
     def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Method(EagleMethod):
         return 1 + int(self.options.tree.depth)
 
     @property
-    def largest(self) -> Shape | None:
+    def max_tree(self) -> Shape | None:
         tree: DynamicTree = self.options.tree
         return tree.shape
 
@@ -183,7 +183,7 @@ class Method(EagleMethod):
         return cls(target, options, net, layer, layers, None if draft_ids_v is None else draft_ids_v.to(target.device))
 
     @classmethod
-    def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
         """What the net begins by saying is what the target's own head makes of its highest fused feature: fc hands that on, the layer adds
         nothing yet, norm and head are the target's. The draft vocabulary are the tokens that count most often.
         """
@@ -211,7 +211,7 @@ class Method(EagleMethod):
             "rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling,
             "max_positions": self.trained_length or self.target.context, "fc_bias": plan.fc_bias, "qkv_bias": shape.qkv_bias, "act": "silu",
             "draft_vocab_size": size, "target_hidden_size": plan.feature_size, "num_features": plan.num_features,
-            "feature_layers": None if self.wants == _default_layers(self.target) else self.wants, "layer_ids_as_published": None,
+            "feature_layers": None if self.feature_layers == _default_layers(self.target) else self.feature_layers, "layer_ids_as_published": None,
             "norm_before_fc": plan.norm_before_fc, "fc_norm": plan.fc_norm,
             "norm_before_residual": plan.norm_before_residual, "carries": "normed" if plan.carries_normed else "raw",
             "head": "own" if plan.draft_vocab_size else "target", "window": self.trained_window,
@@ -231,12 +231,12 @@ class Method(EagleMethod):
         normed = net.normed(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         return grow_dynamic(growth, roots, self.options.tree)
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1), window=self.options.window)
-        chain = type(self)(self.target, options, self.net, self.shape, self.wants, self.draft_ids_v, self.embed_tokens)
+        chain = type(self)(self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens)
         chain.trained_length, chain.trained_window = self.trained_length, self.trained_window
         return chain
 
@@ -282,7 +282,7 @@ class Method(EagleMethod):
         Args:
             before_U: for each answer, the packed token whose final-norm feature gives the target's law of it.
         """
-        layers, last = len(self.wants) * self.target.hidden_size, self.target.hidden_size
+        layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
         features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
 
         def embed(index: Tensor) -> Tensor:
@@ -292,7 +292,9 @@ class Method(EagleMethod):
             return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
 
         assert self.net.head is not None, "studies has said so"
-        hidden_IMD = torch.stack(self.net.rehearse(features_NF, embed, rows_M, batch.documents, test.steps, bool(self.recompute)))
+        hidden_IMD = torch.stack(
+            self.net.training_time_test(features_NF, embed, rows_M, batch.documents, test.steps, bool(self.gradient_checkpointing))
+        )
         normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
         guesses = draft_cross_entropy(
             normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, DraftSession, Loss, Roots, Shape
+from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss, Shape
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._heads import FeatureSession, Objective, RankTree, best_children, check_head, check_objective, heads_loss, lm_head_like
 from eyas.drafters.medusa import HeadTree, ResBlock
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape, RMSNorm
-from eyas.target import Target
-from eyas.tree import Choices, Draft
 
 __all__ = ["Method", "Net"]
 
@@ -155,7 +155,7 @@ class Method(EagleMethod):
         """shape: of the prefix layer, where there is one."""
         super().__init__(target, options)
         self.net, self.shape, self.embed_tokens = net, shape, embed_tokens
-        self.wants, self.heads = (target.num_layers,), len(net.mlp)
+        self.feature_layers, self.heads = (target.num_layers,), len(net.mlp)
         if net.prefix is None and self.options.window != Window():
             raise OptionError("this head keeps no cache that a window could cut: leave --window.* out")
         self.dynamic: DynamicTree | None = self.options.tree.dynamic(self.heads)
@@ -176,7 +176,7 @@ class Method(EagleMethod):
         return 1 + (self.tree.depth if self.tree else self.heads)
 
     @property
-    def largest(self) -> Shape | None:
+    def max_tree(self) -> Shape | None:
         return None if self.dynamic is None else self.dynamic.shape
 
     # --- where heads come from
@@ -211,7 +211,7 @@ class Method(EagleMethod):
         return cls(target, options, net.to(device=target.device, dtype=target.dtype).eval(), layer)
 
     @classmethod
-    def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
         """All heads begin as the target's own head on the feature, and see no tokens; Hydra++'s layer hands the feature on, normed."""
         method = cls.random(target, options, seed)
         net, D = method.net, target.hidden_size
@@ -226,7 +226,7 @@ class Method(EagleMethod):
                 net.prefix.attention.o.weight.zero_()
                 net.prefix.mlp.down.weight.zero_()
                 some_1T = torch.arange(min(64, target.context, target.vocab_size), device=target.device)[None]
-                net.prefix.norm.weight.fill_(target.encode(some_1T, method.wants).float().square().mean().sqrt())
+                net.prefix.norm.weight.fill_(target.encode(some_1T, method.feature_layers).float().square().mean().sqrt())
         return method
 
     def weights(self) -> Weights:
@@ -253,10 +253,10 @@ class Method(EagleMethod):
         logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
         return logits
 
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         return self.below(growth.hidden_BD, roots)
 
-    def below(self, feature_BD: Tensor, roots: Roots) -> Draft:
+    def below(self, feature_BD: Tensor, roots: CycleInput) -> Draft:
         """The tree below the roots. What a node's children are made of is the input of its parent's and the node's own embedding."""
 
         def longer(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Drafter, DraftSession, Roots
+from eyas.core.drafter import CycleInput, Drafter, DraftSession
+from eyas.core.sampling import apply_sampling
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 from eyas.errors import OptionError
-from eyas.sampling import process
-from eyas.tree import Draft, Seen, Tree, Verdict
 
 __all__ = ["Lookahead", "Method", "Pool"]
 
@@ -129,7 +129,7 @@ class Session(DraftSession):
     def __init__(self, shape: Lookahead, rows: int) -> None:
         self.shape = shape
         self.rows = [_Row(Pool(shape.guesses)) for _ in range(rows)]
-        self.roots: Roots | None = None
+        self.roots: CycleInput | None = None
         self._active: list[bool] = []
         W = shape.width
         self._window_parents = [*range(-1, W - 1), *range(shape.window - W)]  # a chain; below it, the node one level up
@@ -161,7 +161,7 @@ class Session(DraftSession):
 
     # --- the cycle
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         self.roots, self._active = roots, roots.active_B.tolist()
         shape, size, device = self.shape, self.shape.nodes, roots.tokens_B.device
         parents, tokens, candidates = list[list[int]](), list[list[int]](), list[list[bool]]()
@@ -178,7 +178,7 @@ class Session(DraftSession):
         tree = Tree.build(torch.tensor(parents, device=device), shape.max_depth, torch.tensor(candidates, device=device))
         return Draft(tree, torch.tensor(tokens, device=device))
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         """What the lowest level's scouts say becomes n-grams and the new lowest level."""
         said_BW = self._say(draft, seen)
         host = torch.cat([verdict.length_B[:, None], said_BW, verdict.tokens_BP], 1).tolist()
@@ -192,14 +192,16 @@ class Session(DraftSession):
             row.levels = levels[1:]
             row.tokens += rest[W : W + length]
 
-    def _say(self, draft: Draft, seen: Seen) -> Tensor:
+    def _say(self, draft: Draft, seen: TargetOutput) -> Tensor:
         """int64 [B, W]: the draw at every scout of the lowest level."""
         roots, shape = self.roots, self.shape
         assert roots is not None
         lowest = slice(shape.window - shape.width, shape.window)
         seen_BWV = None if roots.history_BV is None else draft.tree.seen(draft.tokens_BN, roots.history_BV)[:, lowest]
         rows = enumerate(roots.sampling)
-        scores_BWV = torch.stack([process(seen.logits_BNV[b, lowest], s, None if seen_BWV is None else seen_BWV[b]) for b, s in rows])
+        scores_BWV = torch.stack(
+            [apply_sampling(seen.logits_BNV[b, lowest], s, None if seen_BWV is None else seen_BWV[b]) for b, s in rows]
+        )
         if roots.noise.all_greedy:
             return scores_BWV.argmax(-1)
         position_BW = roots.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1
@@ -212,7 +214,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "Lookahead: n-grams from the target's own Jacobi iterations, no draft model"
-    by_text = True
+    model_free = True
 
     def open(self, rows: int) -> DraftSession:
         return Session(self.options.lookahead, rows)

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots, Shape
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._heads import FeatureSession, Objective, RankTree, best_children, check_head, check_objective, heads_loss, lm_head_like
 from eyas.drafters.eagle1 import StaticTree
 from eyas.errors import OptionError, near
-from eyas.target import Target
-from eyas.tree import Choices, Draft, chain_choices, check_choices
 
 __all__ = ["HeadTree", "Method", "Net", "ResBlock"]
 
@@ -153,7 +153,7 @@ class Method(Drafter):
 
     def __init__(self, target: Target, options: Any, net: Net) -> None:
         super().__init__(target, options)
-        self.net, self.wants, self.heads = net, (target.num_layers,), len(net.blocks)
+        self.net, self.feature_layers, self.heads = net, (target.num_layers,), len(net.blocks)
         self.dynamic: DynamicTree | None = self.options.tree.dynamic(self.heads)
         fixed = None if self.dynamic else self.options.tree.of_heads(self.heads, target.vocab_size)
         self.tree = RankTree(fixed, target.device) if fixed else None
@@ -167,7 +167,7 @@ class Method(Drafter):
         return next(self.net.parameters()).dtype
 
     @property
-    def largest(self) -> Shape | None:
+    def max_tree(self) -> Shape | None:
         return None if self.dynamic is None else self.dynamic.shape
 
     # --- where heads come from
@@ -194,7 +194,7 @@ class Method(Drafter):
         return cls(target, options, net.to(device=target.device, dtype=target.dtype).eval())
 
     @classmethod
-    def fresh(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
         """All heads begin as the target's own: blocks that add nothing, then a copy of its lm_head (section 2.2)."""
         method = cls.random(target, options, seed)
         with torch.no_grad():
@@ -227,7 +227,7 @@ class Method(Drafter):
             return self.target.head(hidden_BKD.to(self.target.dtype))
         return torch.stack([net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
 
-    def grow(self, feature_BD: Tensor, roots: Roots) -> Draft:
+    def grow(self, feature_BD: Tensor, roots: CycleInput) -> Draft:
         """The tree below the roots: at level k, the best tokens of head k."""
         if self.tree is None:
             assert self.dynamic is not None

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from eyas.drafters._base import Drafter, DraftSession
+from eyas.core.drafter import Drafter, DraftSession
 from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
 from eyas.errors import OptionError, near
 
@@ -90,7 +90,7 @@ class NgramIndex(Index):
 class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"
-    by_text = True
+    model_free = True
 
     def open(self, rows: int) -> DraftSession:
         options: Lookup = self.options.lookup

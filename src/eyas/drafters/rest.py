@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eyas.checkpoints import Weights
+from eyas.core.drafter import Drafter, DraftSession
+from eyas.core.target import Target
 from eyas.datastore import DEPTH, Datastore
-from eyas.drafters._base import Drafter, DraftSession
 from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
 from eyas.errors import OptionError
-from eyas.target import Target
 
 __all__ = ["Method", "Retrieval", "trie"]
 
@@ -108,7 +108,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "REST: what followed the end of the text in a datastore (--datastore, made by `eyas datastore build`)"
-    by_text = True
+    model_free = True
 
     def __init__(self, target: Target, options: Any = None, datastore: Datastore | None = None) -> None:
         super().__init__(target, options)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from eyas.checkpoints import Weights
+from eyas.core.drafter import Drafter
+from eyas.core.target import Target
 from eyas.drafters import small_model
-from eyas.drafters._base import Drafter
 from eyas.drafters._skip import Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
 from eyas.files import replaced, user_cache
-from eyas.target import Target
 
 __all__ = ["Method", "Options", "remembered_search"]
 
@@ -60,7 +60,7 @@ class Method(small_model.Method):
         self.net = None  # nothing beside the target's own weights
 
     @classmethod
-    def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+    def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         if source is not None:
             raise OptionError("self_speculative drafts with the target itself: leave --draft out")
         return cls.load(None, target, options)

@@ -28,16 +28,17 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from eyas import checkpoints, families, tiny
+from eyas import checkpoints, tiny
 from eyas.checkpoints import Weights
-from eyas.drafters._base import Batch, Drafter, DraftSession, Loss, Roots, Shape
+from eyas.core import families
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
 from eyas.errors import CheckpointError, OptionError, near
 from eyas.losses import soft_cross_entropy
-from eyas.target import Target
-from eyas.tree import Choices, Draft, Seen, Verdict, chain_choices
 
 __all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "check_vocabulary"]
 
@@ -128,7 +129,7 @@ class Method(Drafter):
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
         super().__init__(target, options)
-        self.draft_model, self.net = target.run.likewise(draft, target.draft_weights), draft.model
+        self.draft_model, self.net = target.run.wrap_draft_model(draft, target.draft_weights), draft.model
         self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; what one has beyond is padding
         self.dynamic: DynamicTree | None = self.options.dynamic_tree()
         self.choices: Choices = () if self.dynamic else self.options.choices()
@@ -140,7 +141,7 @@ class Method(Drafter):
             raise OptionError("verification block is for a whole drawn chain: leave tree.choices, tree.noise, dynamic and confidence out")
 
     @property
-    def studies(self) -> tuple[int, ...]:
+    def train_feature_layers(self) -> tuple[int, ...]:
         return self.layers_studied(self.target, self.options)
 
     @classmethod
@@ -153,15 +154,15 @@ class Method(Drafter):
         return self.dynamic.depth if self.dynamic else max(len(path) for path in self.choices)
 
     @property
-    def largest(self) -> Shape | None:
+    def max_tree(self) -> Shape | None:
         return None if self.dynamic is None else self.dynamic.shape
 
     @property
-    def draws(self) -> bool:
+    def samples_children(self) -> bool:
         return self.dynamic is None and bool(self.options.tree.noise == "drawn")
 
     @classmethod
-    def from_source(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+    def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         """The model in that folder or hub repository, as it was published, on the target's device and in its dtype.
 
         Several, parted by commas, draft side by side, and their trees are merged (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
@@ -184,7 +185,7 @@ class Method(Drafter):
         )
         check_vocabulary(draft, target)
         drafter = cls(target, options, draft)
-        drafter.made_for = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
+        drafter.target_fingerprint = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
         return drafter
 
     @classmethod
@@ -215,7 +216,7 @@ class Method(Drafter):
     def open(self, rows: int) -> DraftSession:
         return LanguageModelSession(self, rows)
 
-    def grow(self, growth: Growth, roots: Roots) -> Draft:
+    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
         if self.dynamic:
             return grow_dynamic(growth, roots, self.dynamic)
         return grow_static(growth, roots, self.choices, self.options.tree.noise, self.block)
@@ -292,14 +293,14 @@ class LanguageModelSession(DraftSession):
     def end(self, row: int) -> None:
         self.begin(row, 0, 0)
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         return self.drafter.grow(self.growth(roots), roots)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: Seen) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the new one is put behind them
         self.pending_B = verdict.length_B.clone()
 
-    def growth(self, roots: Roots) -> Growth:
+    def growth(self, roots: CycleInput) -> Growth:
         """Read what is pending; then the levels of the tree can be expanded. What is handed from level to level are logits."""
         root_BV = self._catch_up(roots)
         depths: list[int] = []
@@ -315,7 +316,7 @@ class LanguageModelSession(DraftSession):
 
         return Growth(lambda: root_BV, lambda logits: logits, expand)
 
-    def _catch_up(self, roots: Roots) -> Tensor:
+    def _catch_up(self, roots: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""
         P = self.pending_BP.shape[1]
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
@@ -323,7 +324,7 @@ class LanguageModelSession(DraftSession):
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
-        self.model.advance(self.pending_B * roots.active_B, [min(n + P, roots.longest + 1) for n in self.model.lengths])
+        self.model.advance(self.pending_B * roots.active_B, [min(n + P, roots.max_position + 1) for n in self.model.lengths])
         self.pending_B = torch.zeros_like(self.pending_B)
         return self._spoken(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
-from eyas.drafters._base import Drafter, DraftSession
+from eyas.core.drafter import Drafter, DraftSession
 from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixTree"]
@@ -192,7 +192,7 @@ class SuffixAutomaton(Index):
 class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"
-    by_text = True
+    model_free = True
 
     def open(self, rows: int) -> DraftSession:
         options: SuffixTree = self.options.suffix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from eyas.drafters._base import Drafter, DraftSession, Fixed, Roots
-from eyas.tree import Draft, Tree
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.tree import Draft, Tree
 
 __all__ = ["Method"]
 
@@ -14,13 +14,13 @@ class Session(DraftSession):
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tree = Tree.chain(rows, 1, device)
 
-    def fixed(self, roots: Roots) -> Fixed:
-        return Fixed(self, {})
+    def fixed(self, roots: CycleInput) -> Capturable:
+        return Capturable(self, {})
 
     def keep(self, row: int, length: int) -> int:
         return length
 
-    def draft(self, roots: Roots) -> Draft:
+    def draft(self, roots: CycleInput) -> Draft:
         return Draft(self.tree, roots.tokens_B[:, None])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eyas.kernels import _records
 from eyas.kernels._build import library
-from eyas.kernels._linear import Team, count
+from eyas.kernels._linear import ThreadCount, count
 
 __all__ = ["commit", "draw", "follow", "gumbel"]
 
@@ -42,8 +42,8 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     )  # fmt: skip
 
 
-def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: Team = None) -> Tensor:
-    """float32 [B, N, V]: what `sampling.Noise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
+def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: ThreadCount = None) -> Tensor:
+    """float32 [B, N, V]: what `sampling.GumbelNoise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
     (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
     noise_BNV = torch.empty(B, N, V)
     given = tuple(x.contiguous() for x in (seed_B, greedy_B, position_BN))
@@ -57,10 +57,10 @@ def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, v
 
 
 def draw(
-    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, stream: int, threads: Team = None
+    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, stream: int, threads: ThreadCount = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """int64 [B, N]: the tokens drawn at nodes of these depths below roots at `position`, by the largest score + noise of the position
-    behind the node, as `sampling.Noise` has it; bool [B]: rows with a score that is not a number. The noise of a token is only worked out
+    behind the node, as `sampling.GumbelNoise` has it; bool [B]: rows with a score that is not a number. The noise of a token is only worked out
     where the token could still win."""
     B, N, V = scores_BNV.shape
     given = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))

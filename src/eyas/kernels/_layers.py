@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas.kernels import _records
 from eyas.kernels._build import library
-from eyas.kernels._linear import LANES, Matrix, Team, count
+from eyas.kernels._linear import LANES, Matrix, ThreadCount, count
 
 __all__ = ["HEAD_DIMS", "Layer", "Layers", "Pass", "Shape"]
 
@@ -79,7 +79,7 @@ class Pass:
 class Layers:
     """Decoder layers, one after the other; and the room that a pass works in."""
 
-    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: Team = None) -> None:
+    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: ThreadCount = None) -> None:
         self.shape, self.layers, self.threads = shape, tuple(layers), threads
         self._shape = shape.record
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))

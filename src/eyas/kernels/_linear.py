@@ -15,8 +15,21 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 
 __all__ = [
-    "EXACT", "LANES", "Form", "Matrix", "Team", "adds_up_bytes", "adds_up_halves", "count", "guessing", "has_units", "head", "linear",
-    "pack", "pack_gated", "rms_norm",
+    "EXACT",
+    "LANES",
+    "Matrix",
+    "ThreadCount",
+    "WeightFormat",
+    "count",
+    "draft_format",
+    "has_amx",
+    "has_avx512_bf16",
+    "has_vnni",
+    "head",
+    "linear",
+    "pack",
+    "pack_gated",
+    "rms_norm",
 ]  # fmt: skip
 
 PANEL, LANES = 32, 16  # as in cpu/vectors.h
@@ -25,11 +38,11 @@ SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # that are tried; the largest number
 KINDS = ("float32", "bfloat16", "int8", "quads", "int4")  # as in cpu/records.h
 HELD = 3e-7  # of a weight: rounding of its scale
 DIGITS = {"int16": 2, "int8": 1}  # that activations are taken apart into (cpu/tiles.h); else three
-Team = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
+ThreadCount = int | Callable[[], int] | None  # threads: a number, who knows it at the moment, or torch's
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightFormat:
     """In which numbers linear layers are kept and multiplied; everything between them is float32.
 
     weights: exact: int8 with a scale an output where they are such multiples, bfloat16 where they are such numbers, else float32; int8,
@@ -49,12 +62,12 @@ class Form:
         return self.weights == self.activations == "exact"
 
 
-EXACT = Form()
+EXACT = WeightFormat()
 
 
-def guessing(draft_weights: str) -> Form:
+def draft_format(draft_weights: str) -> WeightFormat:
     """Of what drafts, which changes no text: rounded to int8 at least, with two digits, which no guess was seen to depend on."""
-    return Form("int4" if draft_weights == "int4" else "int8", "int16")
+    return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
 
 @dataclass(frozen=True)
@@ -89,32 +102,32 @@ class Matrix:
         return _records.Matrix(*map(_records.at, given), kind, self.digits, self.inputs, self.padded)
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: Form = EXACT) -> Matrix:
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: WeightFormat = EXACT) -> Matrix:
     """A matrix in the narrowest form that holds it, or in the one that it is to be rounded to."""
     outputs, inputs = weight_OI.shape
     fill = -outputs % PANEL
     weight_OI = torch.nn.functional.pad(weight_OI.detach().float(), (0, 0, 0, fill))
     bias_O = None if bias_O is None else torch.nn.functional.pad(bias_O.detach().float(), (0, fill)).contiguous()
     digits = DIGITS.get(form.activations, 3)
-    if form.weights == "int4" and not inputs % GROUP and adds_up_bytes():
+    if form.weights == "int4" and not inputs % GROUP and has_vnni():
         return Matrix("int4", _fours(weight_OI), None, bias_O, inputs, outputs, digits)
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     whole_OI = (weight_OI / scale_O[:, None]).round()
     if form.weights in ("int8", "int4") or (
         form.weights == "exact" and bool(((whole_OI * scale_O[:, None] - weight_OI).abs() <= HELD * weight_OI.abs()).all())
     ):
-        if inputs % LANES or not adds_up_bytes():
+        if inputs % LANES or not has_vnni():
             return Matrix("int8", _panels(whole_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
         data = _panels((whole_OI + 128).to(torch.uint8), 4)
         return Matrix("quads", data, scale_O.contiguous(), bias_O, inputs, outputs, digits)
     half_OI = weight_OI.bfloat16()
     if not inputs % 2 and (form.weights == "bfloat16" or torch.equal(half_OI.float(), weight_OI)):
-        rounded = form.activations == "bfloat16" and not inputs % LANES and adds_up_halves()
+        rounded = form.activations == "bfloat16" and not inputs % LANES and has_avx512_bf16()
         return Matrix("bfloat16", _panels(half_OI, 2), None, bias_O, inputs, outputs, 1 if rounded else 3)
     return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
 
-def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: Form = EXACT) -> Matrix:
+def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: WeightFormat = EXACT) -> Matrix:
     """Both matrices of a gated unit in one: every panel holds 16 gates, then the 16 ups beside them. O: a multiple of 16."""
 
     def mixed(gate: Tensor, up: Tensor) -> Tensor:
@@ -147,17 +160,17 @@ def _fours(weight_OI: Tensor) -> Tensor:
     return torch.cat([bytes_PGpO4.flatten(2), scale_PGO.view(torch.uint8)], dim=2).contiguous()
 
 
-def adds_up_bytes() -> bool:
+def has_vnni() -> bool:
     """Whether this machine adds up products of bytes (AVX-512 VNNI): then int8 weights are kept for that."""
     return bool(library().eyas_quads())
 
 
-def adds_up_halves() -> bool:
+def has_avx512_bf16() -> bool:
     """Whether it adds up products of bfloat16 (AVX-512 BF16)."""
     return bool(library().eyas_halves())
 
 
-def has_units() -> bool:
+def has_amx() -> bool:
     """Whether it has matrix units (AMX), which this process may use: then int8 and bfloat16 weights are multiplied there."""
     return bool(library().eyas_units())
 
@@ -168,7 +181,7 @@ def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
     return (panels.squeeze(-1) if together == 1 else panels).contiguous()
 
 
-def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:
+def linear(matrix: Matrix, x: Tensor, threads: ThreadCount = None) -> Tensor:
     """x [..., I] -> [..., O], float32. threads: torch's number by default, as everywhere here."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     y_MO = torch.empty(x_MI.shape[0], matrix.padded)
@@ -176,16 +189,16 @@ def linear(matrix: Matrix, x: Tensor, threads: Team = None) -> Tensor:
     return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
 
 
-def _threads(asked: Team) -> c_int64:
+def _threads(asked: ThreadCount) -> c_int64:
     return c_int64(count(asked))
 
 
-def count(asked: Team) -> int:
+def count(asked: ThreadCount) -> int:
     return asked() if callable(asked) else asked or torch.get_num_threads()
 
 
 def head(
-    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: Team = None
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: ThreadCount = None
 ) -> Tensor | None:  # fmt: skip
     """The RMS norm of x, into `normed` (its rows may stand apart); and the logits [M, O] of it, if there is a matrix."""
     logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
@@ -197,7 +210,7 @@ def head(
     return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: Team = 1) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: ThreadCount = 1) -> Tensor:
     """The RMS norm of x [..., D]; D: a multiple of 16."""
     x_MD = x.reshape(-1, x.shape[-1]).contiguous()
     y_MD = torch.empty_like(x_MD)

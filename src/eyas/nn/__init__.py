@@ -19,10 +19,28 @@ from eyas.nn._layers import (
     rope_frequencies,
 )  # fmt: skip
 from eyas.nn._packed import Asking, Documents, packed_attention
-from eyas.nn._quick import QuickLinear, quick
+from eyas.nn._quick import QuickLinear, with_cpu_kernels
 
 __all__ = [
-    "FP8_CAPABILITY", "Asking", "Attention", "Backend", "Compiled", "DecoderLayer", "Documents", "DraftCache", "Fp8Linear", "FusedLayer",
-    "Keys", "LayerShape", "QuickLinear", "RMSNorm", "SwiGLU", "fp8", "grouped_attention", "packed_attention", "quick", "rope",
+    "FP8_CAPABILITY",
+    "Asking",
+    "Attention",
+    "Backend",
+    "Compiled",
+    "DecoderLayer",
+    "Documents",
+    "DraftCache",
+    "Fp8Linear",
+    "FusedLayer",
+    "Keys",
+    "LayerShape",
+    "QuickLinear",
+    "RMSNorm",
+    "SwiGLU",
+    "fp8",
+    "grouped_attention",
+    "packed_attention",
+    "rope",
     "rope_frequencies",
+    "with_cpu_kernels",
 ]  # fmt: skip

@@ -194,7 +194,7 @@ class SwiGLU(nn.Module):
 class FusedLayer:
     """A layer by kernels, with a copy of its weights."""
 
-    def __init__(self, layer: DecoderLayer, form: kernels.Form, threads: kernels.Team = None) -> None:
+    def __init__(self, layer: DecoderLayer, form: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> None:
         attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
         three = (attention.q, attention.k, attention.v)
         bias = torch.cat([m.bias for m in three]) if shape.qkv_bias else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.nn._layers import DecoderLayer, FusedLayer, RMSNorm
 
-__all__ = ["QuickLinear", "quick"]
+__all__ = ["QuickLinear", "with_cpu_kernels"]
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -22,7 +22,7 @@ Net = TypeVar("Net", bound=nn.Module)
 class QuickLinear(nn.Module):
     """A linear layer by kernels."""
 
-    def __init__(self, linear: nn.Linear, form: kernels.Form, threads: kernels.Team) -> None:
+    def __init__(self, linear: nn.Linear, form: kernels.WeightFormat, threads: kernels.ThreadCount) -> None:
         super().__init__()
         self.threads = threads
         self.weight, self.bias = linear.weight, linear.bias  # as they were, for who asks
@@ -33,7 +33,7 @@ class QuickLinear(nn.Module):
 
 
 @torch.no_grad()
-def quick(net: Net, form: kernels.Form, threads: kernels.Team = None) -> Net:
+def with_cpu_kernels(net: Net, form: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> Net:
     """A copy of a float32 net on the CPU that computes by kernels.
 
     form: of its linear layers; a draft's may be rounded: that changes what it guesses, never what is said.

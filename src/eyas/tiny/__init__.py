@@ -22,7 +22,7 @@ __all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "mod
 FOLDER = Path(__file__).parent / "weights"
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
 BEST = "eagle2"  # the method that drafts best on it: runs/acceptance.py
-# The fastest static one of runs/speed.py: on a CPU in float32 every verified node costs time. What grows is as large as pays (eyas.tune).
+# The fastest static one of runs/speed.py: on a CPU in float32 every verified node costs time. What grows is as large as pays (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
 SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]

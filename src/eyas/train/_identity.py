@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from eyas.drafters._base import Drafter
+from eyas.core.drafter import Drafter
 from eyas.train.data import Example
 
 __all__ = ["beside_net", "examples_hash"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from eyas.decode import Decoder, Request, Step
+from eyas.core.engine import Decoder, Request, Step
 from eyas.drafters import Drafter
 from eyas.train.data import Example
 

@@ -1,4 +1,4 @@
-"""One run on several processes: what each of them does, and how they agree. A process alone is a `World` too, with nothing to do in it.
+"""One run on several processes: what each of them does, and how they agree. A process alone is a `SingleProcess` too, with nothing to do in it.
 
     torchrun --nproc-per-node 8 -m eyas train ...        WORLD_SIZE says how many there are; torch.distributed is not needed without it
 
@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.drafters._base import Batch, Drafter, Loss
+from eyas.core.drafter import Batch, Drafter, Loss
 from eyas.errors import OptionError
 
-__all__ = ["Several", "World", "join", "processes"]
+__all__ = ["ProcessGroup", "SingleProcess", "join", "processes"]
 
 T = TypeVar("T")
 LossOf = Callable[[Batch, torch.Generator], Loss]
@@ -41,12 +41,12 @@ def processes() -> int:
     return int(size) if size.isdecimal() else 1
 
 
-def join(device: torch.device, parallel: str) -> World:
+def join(device: torch.device, parallel: str) -> SingleProcess:
     """Meet the other processes of the run, if there are any."""
-    return Several(device, parallel) if processes() > 1 else World()
+    return ProcessGroup(device, parallel) if processes() > 1 else SingleProcess()
 
 
-class World:
+class SingleProcess:
     """One process."""
 
     rank, size = 0, 1
@@ -107,7 +107,7 @@ class World:
         return False
 
 
-class Several(World):
+class ProcessGroup(SingleProcess):
     """One of several processes."""
 
     def __init__(self, device: torch.device, parallel: str) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafters._base import Batch, Drafter
+from eyas.core.drafter import Batch, Drafter
+from eyas.core.target import Target
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.nn import Documents
-from eyas.target import Target
 from eyas.train.data import Batches
 from eyas.train.store import DTYPES, Store, Stored
 
@@ -36,10 +36,10 @@ def batch_of(batches: Batches, indices: Sequence[int], drafter: Drafter) -> Batc
     target, source = drafter.target, batches.examples
     tokens_N, counted_N, documents = batches.load(indices)
     if isinstance(source, Stored):
-        stored_NF = torch.cat([source.features(i, drafter.studies) for i in indices])
+        stored_NF = torch.cat([source.features(i, drafter.train_feature_layers) for i in indices])
         features_NF = stored_NF.to(target.device).to(target.dtype)  # moved as it is stored, the smaller of the two
     else:
-        features_NF = _encoded(target, tokens_N, documents, drafter.studies)
+        features_NF = _encoded(target, tokens_N, documents, drafter.train_feature_layers)
     return Batch(tokens_N.to(target.device), features_NF, counted_N.to(target.device), documents)
 
 
@@ -59,7 +59,7 @@ def studied(target: Target, methods: Iterable[tuple[type[Drafter], Any]]) -> tup
             raise OptionError(f"the method {kind.__module__.rpartition('.')[2]} has nothing to train")
         options = kind.Options() if options is None else options
         tell = getattr(kind, "layers_studied", None)  # a method of the user's own need not have it: then a head says it
-        layers |= set(tell(target, options) if tell else kind.random(target, options).studies)
+        layers |= set(tell(target, options) if tell else kind.random(target, options).train_feature_layers)
     return tuple(sorted(layers))
 
 

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from eyas import checkpoints
-from eyas.drafters._base import Drafter, Loss
+from eyas.core.drafter import Drafter, Loss
 from eyas.errors import EyasError, FitError, InputError, OptionError
 from eyas.train._identity import beside_net, examples_hash
 from eyas.train._process import Interrupt, flushed_denormals, frozen, has_bf16
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches, Example
-from eyas.train.dist import World, join, processes
+from eyas.train.dist import SingleProcess, join, processes
 from eyas.train.features import batch_of
 from eyas.train.optim import Optimiser
 from eyas.train.progress import OnProgress, Progress, figures_text
@@ -111,7 +111,7 @@ def train(
         raise EyasError(f"another process of this run has ended; {run.kept}; the same command goes on from there") from error
 
 
-def _trained(run: _Run, world: World, resume: bool) -> Outcome:
+def _trained(run: _Run, world: SingleProcess, resume: bool) -> Outcome:
     run.begin(resume)
     alone = world.size == 1
     interrupt = Interrupt(lambda: run.tell(f"stopping after this step{'; once more stops at once' * alone}"), patient=not alone)
@@ -136,11 +136,11 @@ class _Run:
     """A run in progress. Its state is what `state()` says; everything else is given or derived."""
 
     def __init__(
-        self, drafter: Drafter, examples: Sequence[Example], heldout: Sequence[Example], config: TrainConfig, folder: Path, world: World,
+        self, drafter: Drafter, examples: Sequence[Example], heldout: Sequence[Example], config: TrainConfig, folder: Path, world: SingleProcess,
         evaluate: Evaluate | None, progress: OnProgress | None, about: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         method = type(drafter).__module__.rpartition(".")[2]
-        if not drafter.trainable or drafter.net is None or not drafter.studies:
+        if not drafter.trainable or drafter.net is None or not drafter.train_feature_layers:
             raise OptionError(f"the method {method} has nothing to train")
         if not len(examples):
             raise InputError("there are no training examples; give more data")
@@ -149,9 +149,9 @@ class _Run:
         self.net, self.dtype = drafter.net, next(drafter.net.parameters()).dtype
         if self.dtype in HALF:
             self.net.float()  # steps of a small learning rate vanish in half precision
-        if config.checkpointing and drafter.recompute is None:
+        if config.checkpointing and drafter.gradient_checkpointing is None:
             raise OptionError(f"checkpointing: the method {method} keeps too little to work it out again; leave it out")
-        drafter.recompute = config.checkpointing if drafter.recompute is not None else None
+        drafter.gradient_checkpointing = config.checkpointing if drafter.gradient_checkpointing is not None else None
         self.batches = Batches(examples, config.batch_tokens, config.seed)
         self.heldout_batches = Batches(heldout, config.batch_tokens)
         drafter.trained_length = longest = max(self.batches.lengths)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.decode import Decoder, Request, Step
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.sampling import Sampling
 from eyas.drafters import Drafter
 from eyas.errors import InputError
-from eyas.sampling import Sampling
 from eyas.text import render
 from eyas.train._chat import messages_of
 from eyas.train.data import is_json, json_lines, parse

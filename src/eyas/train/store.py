@@ -38,7 +38,7 @@ from eyas.train.data import Data, Example
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas.target import Target
+    from eyas.core.target import Target
 
 __all__ = ["DTYPES", "MANIFEST", "Manifest", "Plan", "Settings", "Shard", "Store", "Stored", "identity", "plan"]
 

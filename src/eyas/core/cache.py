@@ -1,0 +1,272 @@
+"""Preallocated keys and values with per-row commit.
+
+A row's slots: its committed tokens first, then the nodes being verified (or drafted). Slot s of the committed part holds position s;
+a node at depth d has position length + d, whatever slot it stands in.
+
+    slot      0 1 2 3 4 | 5 6 7 8 9
+    row 0     c c c c c | n n n n n        5 committed, 5 nodes
+    row 1     c c c n n   n n n            3 committed, nodes right behind
+
+`KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update`
+once a layer, `commit` moves the accepted nodes behind the committed slots. A target's sliding windows are a matter of masks.
+`WindowCache` is what a draft net stores into; it may forget all but the beginning and the end (SEAGLE).
+Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward,
+E layers x {key, value}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from eyas import kernels
+from eyas.kernels import Pass
+from eyas.nn import rope
+
+__all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
+
+Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
+
+BUCKET = 256  # slots are allocated in multiples of this
+
+
+def layout_of(cache: DynamicCache) -> Layout:
+    """The layout that a model's own forward left in a DynamicCache."""
+    stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
+    return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
+
+
+class LayerCache:
+    """Keys and values of one layer, and where the next forward's go. A layer that is compiled is handed this in place of the cache: nothing
+    in it says which layer it is, so that what is compiled serves all."""
+
+    def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int) -> None:
+        self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = key_RHSw, value_RHSw, row_R1, slot_RN, width
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """See `KVCache.update`."""
+        for held, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
+            held[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
+        return self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
+
+
+class DraftLayerCache:
+    """A draft's cache as its next forward finds it: likewise for a draft net's layer.
+
+    raw: with a window, the place of keys as they are before rotation.
+    """
+
+    def __init__(self, part: LayerCache, raw: LayerCache | None, length_R: Tensor, visible_RNT: Tensor) -> None:
+        self.part, self.raw, self.length_R, self.visible_RNT, self.width = part, raw, length_R, visible_RNT, part.width
+
+    @property
+    def mask_R1NW(self) -> Tensor:
+        """bool: what the next nodes attend to."""
+        return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
+
+    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
+        """Not for kernels."""
+        return None
+
+    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""
+        key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
+        if self.raw is not None:
+            self.raw.update(key_RKNh, value_RKNh[..., :0])
+        return self.part.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh)
+
+
+class KVCache(Cache):
+    """Keys and values of B rows in one tensor [E, B, H, S, width] (one for each shape, where layers differ)."""
+
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.rows, self.dtype, self.device = rows, dtype, device
+        self.slots = 0
+        self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> ((shape, entry) of keys, (shape, entry) of values)
+        self._count: dict[tuple[int, int], int] = {}
+        for layer, shape in enumerate(layout):
+            if shape is not None:
+                heads, *widths = shape
+                self._place[layer] = tuple(((heads, width), self._next((heads, width))) for width in widths)
+        self._stores: dict[tuple[int, int], Tensor] = {}
+        self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
+        self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward, once they are asked for
+        self._span, self._width = slice(0, 0), 0
+
+    def _next(self, shape: tuple[int, int]) -> int:
+        self._count[shape] = self._count.get(shape, 0) + 1
+        return self._count[shape] - 1
+
+    def reserve(self, slots: int) -> None:
+        """Grow to hold that many slots a row; what is stored stays."""
+        if slots <= self.slots:
+            return
+        size = -(-slots // BUCKET) * BUCKET
+        for (heads, width), entries in self._count.items():
+            store = torch.zeros(entries, self.rows, heads, size, width, dtype=self.dtype, device=self.device)
+            if (old := self._stores.get((heads, width))) is not None:
+                store[..., : self.slots, :] = old
+            self._stores[heads, width] = store
+        self.slots = size
+
+    def at(self, span: slice, slot_RN: Callable[[], Tensor], width: int) -> None:
+        """The next forward concerns the rows of `span`, writes node n of row r to slot_RN[r, n], and attends to slots below `width`.
+
+        slot_RN: worked out when something is stored by operations of torch: kernels find slots for themselves.
+        """
+        self.reserve(width)
+        self._span, self._slots_of, self._where, self._width = span, slot_RN, None, width
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
+        return self.part(layer_idx).update(key_states, value_states)
+
+    def part(self, layer: int) -> LayerCache:
+        """What the next forward finds and leaves in one layer."""
+        if self._where is None:
+            slot_RN = self._slots_of()
+            self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
+        key, value = (self._stores[shape][entry, self._span] for shape, entry in self._place[layer])
+        return LayerCache(key, value, *self._where, self._width)
+
+    def stores_of(self, layer: int) -> bool:
+        """Whether the layer stores something of its own."""
+        return layer in self._place
+
+    def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
+        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
+        if path_BP.shape[1] == 1:
+            return
+        if self.device.type == "cpu" and self.dtype == torch.float32 and kernels.available():
+            for store in self._stores.values():
+                kernels.commit(store, length_B, path_BP)
+            return
+        row_B1 = torch.arange(self.rows, device=self.device)[:, None]
+        goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=self.device)
+        source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
+        for store in self._stores.values():
+            store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where in memory it lies, and how: other numbers after it has grown."""
+        return self.slots, *(store.data_ptr() for store in self._stores.values())
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """What it holds, [layers x {key, value}, B, H, slots, width] for each shape."""
+        return tuple(self._stores.values())
+
+    @property
+    def width(self) -> int:
+        """Slots below which the next forward attends."""
+        return self._width
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, [layers x {key, value}, B, H, slots, width], where the layers are alike."""
+        (only,) = self._stores.values()
+        return only
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are always given; nothing may be derived from a common length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._width, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * (max(self._place, default=-1) + 1)
+
+    def __len__(self) -> int:
+        return max(self._place, default=-1) + 1
+
+    def bytes_for(self, slots: int) -> int:
+        """What that many slots a row take."""
+        return sum(n * self.rows * heads * width * slots * self.dtype.itemsize for (heads, width), n in self._count.items())
+
+
+class WindowCache(KVCache):
+    """A draft's cache: one layer, and, with a window, only the first `sink` and the last `size` committed slots of every row, each once.
+
+    Keys are also kept as they were before rotation; `trim` moves what stays together and rotates it by its new index (SEAGLE; attention
+    sinks: Xiao et al. 2023, section 3.2).
+    """
+
+    def __init__(self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None) -> None:
+        """`window`: (sink, size), or None to keep everything."""
+        plain = (heads, width, width)
+        super().__init__((plain,) if window is None else (plain, (heads, width, 0)), rows, dtype, device)  # the second: un-rotated keys
+        self.window, self.shape = window, (heads, width)
+        self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
+
+    def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
+        """The next nodes attend to the committed slots and to those of the T slots behind them that `visible` names."""
+        self._length_R, self._visible_RNT = length_R, visible_RNT
+
+    def now(self) -> DraftLayerCache:
+        """As the next nodes find it."""
+        return DraftLayerCache(self.part(0), None if self.window is None else self.part(1), self._length_R, self._visible_RNT)
+
+    @property
+    def mask_R1NW(self) -> Tensor:
+        """bool: what the next nodes attend to."""
+        return self.now().mask_R1NW
+
+    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
+        """The same for kernels, which store keys and values themselves; None: they do not know windows."""
+        if self.window is not None:
+            return None
+        visible_RNT = self._visible_RNT.contiguous()
+        return Pass(
+            self._length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine, self.tensor, self._span.start
+        )  # fmt: skip
+
+    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DraftLayerCache.store`."""
+        return self.now().store(key_RNKh, value_RNKh, position_RN, frequency_h)
+
+    def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
+        """Forget what lies between the sinks and the window of each row; returns how many slots each row then has."""
+        assert self.window is not None
+        sink, size = self.window
+        slot_C = torch.arange(sink + size, device=self.device)
+        self.reserve(sink + size)
+        over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
+        source_BC = slot_C + over_B1 * (slot_C >= sink)
+        row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
+        (key, value), (raw, _) = ([entry for _, entry in self._place[layer]] for layer in (0, 1))
+        for entry in (raw, value):
+            store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
+        raw_BCKh = store[raw, row_B1, :, slot_C[None]]
+        store[key, row_B1, :, slot_C] = rope(raw_BCKh, slot_C.expand(self.rows, -1), frequency_h)
+        return length_B.clamp(max=sink + size)
+
+
+def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
+    """bool [B, N, W]: every node sees the committed slots of its row, and of the T slots behind them those that `visible_BNT` names."""
+    relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
+    T = visible_BNT.shape[-1]
+    index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)
+    inside_BW = (relative_BW >= 0) & (relative_BW < T)
+    return (relative_BW < 0)[:, None] | (inside_BW[:, None] & visible_BNT.gather(-1, index_BNW))
+
+
+def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
+    """int64 [B, W]: the position held by each slot."""
+    slot_W = torch.arange(width, device=length_B.device)
+    relative_BW = (slot_W - length_B[:, None]).clamp(0, depth_BT.shape[1] - 1)
+    return torch.where(slot_W < length_B[:, None], slot_W, length_B[:, None] + depth_BT.gather(1, relative_BW))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences share from the start."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,280 @@
+"""The whole extension point: what a method must be able to do.
+
+A `Drafter` is a method with its weights and options, for one target; it never changes while it decodes. `Drafter.open(rows)` makes a
+`DraftSession`, which holds the state of the rows (caches, pending features) and is what the loop talks to:
+
+    begin(row, ...) -> prefill(row, ...) per chunk -> [ draft(roots) -> commit(draft, verdict, seen) ]* -> end(row)
+
+This module knows no method, no tree policy and no training loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eyas import checkpoints, kernels
+from eyas.checkpoints import Weights
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.errors import OptionError, near
+from eyas.nn import Documents, fp8, with_cpu_kernels
+
+if TYPE_CHECKING:
+    from eyas.core.target import Target
+
+__all__ = ["Batch", "CycleInput", "Decision", "DraftSession", "Drafter", "Loss", "NoOptions", "Shape", "build_options"]
+
+
+class Shape(NamedTuple):
+    """The size of a tree that is grown."""
+
+    nodes: int  # verified per cycle, the root included
+    depth: int  # most draft tokens on a path
+    branch: int  # nodes expanded per level, and children of each
+
+    def within(self, limit: Shape) -> Shape:
+        """No larger than `limit` in anything."""
+        return Shape(*map(min, self, limit))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy wants of a cycle. It is made before anything of the cycle is drafted, so it knows the past only."""
+
+    shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
+    plain: frozenset[int] = frozenset()  # rows that go without a draft
+    why: str = ""  # for people
+    fallback: Drafter | None = (
+        None  # drafts in the method's place; one that reads no features and learns nothing from a verdict but the text
+    )
+
+    @property
+    def awake(self) -> bool:
+        """Whether the method drafts, for all rows."""
+        return self.fallback is None and not self.plain
+
+
+@dataclass(frozen=True)
+class CycleInput:
+    """Where each row stands when a cycle begins."""
+
+    tokens_B: Tensor  # int64; the newest token, emitted, not yet in any cache (0 in empty rows)
+    position_B: Tensor  # int64; its absolute position = committed tokens of the row
+    active_B: Tensor  # bool; False = an empty row, whatever stands in it is ignored
+    sampling: tuple[Sampling, ...]  # each row's own; greedy in empty rows
+    noise: GumbelNoise
+    max_position: int  # the largest position, known to the host
+    history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
+    active_rows: tuple[int, ...] = ()  # the active rows, known to the host; filled by the Decoder
+    decision: Decision = field(default_factory=Decision)  # of the policy, for this cycle
+    row_tokens: tuple[Sequence[int], ...] = ()  # each row's tokens, root last, known to the host; those of the rows themselves, which grow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a training step sees: documents packed end to end, without padding, with the frozen target's features."""
+
+    tokens_N: Tensor  # int64
+    features_NF: Tensor  # the layers in `Drafter.train_feature_layers`, side by side
+    counted_N: Tensor  # bool; True where the token is one whose prediction counts (an assistant's token)
+    documents: Documents
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a method says about a batch: sums, so that batches and processes add up; the loop divides by what counted in all of them."""
+
+    total: Tensor  # scalar with gradient, summed over the tokens that count
+    count: Tensor  # scalar: how many tokens count
+    sums: dict[str, Tensor]  # scalars without gradient, summed likewise: what to log
+
+
+@dataclass(frozen=True)
+class Capturable:
+    """A session that drafts and commits by operations of the device alone, the same ones in every cycle from such roots (the same rows'
+    Sampling but for seeds, decision and `max_position`): so they can be recorded and replayed (CUDA graphs)."""
+
+    session: DraftSession
+    state: Mapping[str, tuple[int, ...]]  # its tensors that a cycle reads and replaces, with their full shapes; they may get shorter ones
+    addresses: tuple[int, ...] = ()  # where its caches lie in memory
+    inplace_state: tuple[Tensor, ...] = ()  # what a cycle shifts where it lies: run twice, it would be shifted twice
+
+
+class DraftSession(ABC):
+    """The state of B rows. Rows join and leave between cycles."""
+
+    def fixed(self, roots: CycleInput) -> Capturable | None:
+        """What drafts from these roots, where it can be recorded; None: it looks at values on the host."""
+        return None
+
+    def keep(self, row: int, length: int) -> int:
+        """Cut the row back to at most `length` tokens and say how many it still knows; their features will be offered from there on."""
+        return 0
+
+    def begin(self, row: int, kept: int, total: int) -> None:
+        """The row starts after the `kept` tokens that `keep` said it still knows (0: empty); its prompt will have `total` tokens."""
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token.
+
+        Also what was decoded without this session's drafts: the chunk then begins with the root that the last `commit` led to.
+        """
+
+    @abstractmethod
+    def draft(self, roots: CycleInput) -> Draft:
+        """Propose a tree for every row; shapes may not depend on the values."""
+
+    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
+        """Learn what was accepted; tokens and features of other nodes are forgotten."""
+
+    def end(self, row: int) -> None:
+        """The row is empty again."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A method without options."""
+
+
+class Drafter(ABC):
+    """A method with its weights and options, for one target.
+
+    Attributes:
+        Options: frozen dataclass (fields may be frozen dataclasses themselves, flags then read `--tree.nodes`); its fields are the flags.
+        wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
+        studies: the same for `loss`, which may read more.
+        trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
+        by_text: whether it drafts from text, without a net.
+        made_for: fingerprint of the target that its net was trained for, where `from_pretrained` found one.
+        needs_weights: whether it has a net that must be loaded.
+        reads: which heads it loads: `Weights.method`.
+        trainable: whether `loss` is there.
+        recompute: whether `loss` works activations out again in the backward instead of keeping them; None: it has no such choice.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    summary: ClassVar[str] = ""  # one line for `eyas methods`
+    needs_weights: ClassVar[bool] = False
+    reads: ClassVar[str] = ""
+    trainable: ClassVar[bool] = False
+    feature_layers: tuple[int, ...] = ()
+    net: nn.Module | None = None
+    trained_length: int | None = None
+    model_free: bool = False
+    target_fingerprint: str | None = None
+    gradient_checkpointing: bool | None = None
+
+    @property
+    def train_feature_layers(self) -> tuple[int, ...]:
+        return self.feature_layers
+
+    @property
+    def max_tree(self) -> Shape | None:
+        """The largest tree that `CycleInput.decision` may ask for; None: the method's trees are as they are."""
+        return None
+
+    @property
+    def samples_children(self) -> bool:
+        """Whether sampled rows' children are drawn (`Draft.q_BNV`): then what a seed gives depends on the trees."""
+        return False
+
+    @cached_property
+    def decoding(self) -> Any:
+        """The net as decoding runs it: by kernels where the target is run by them, with its weights as was asked for."""
+        target = self.target
+        if self.net is None or not (target.by_kernels or target.draft_weights == "fp8"):
+            return self.net
+        return (
+            with_cpu_kernels(self.net, kernels.draft_format(target.draft_weights), target.run.team) if target.by_kernels else fp8(self.net)
+        )
+
+    def __init__(self, target: Target, options: Any = None) -> None:
+        self.target, self.options = target, self.Options() if options is None else options
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
+        """The method with what `--draft` names: by default the folder or hub id of a head; None: nothing was named.
+
+        CheckpointError when there is no such head, or when it does not fit the target.
+        """
+        weights = None if source is None else checkpoints.load(source)
+        drafter = cls.load(weights if cls.needs_weights else None, target, options)
+        drafter.target_fingerprint = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+        return drafter
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:
+        """The method with these weights; CheckpointError when they do not fit the target."""
+        return cls(target, options)
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
+        """The method with random weights: for tests, and as a deliberately useless head."""
+        return cls(target, options)
+
+    @classmethod
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Drafter:
+        """The method as its training begins. `counts_V`: how often each token counts in the training data, for draft vocabularies."""
+        return cls.random(target, options, seed)
+
+    @abstractmethod
+    def open(self, rows: int) -> DraftSession:
+        """State for that many rows."""
+
+    def weights(self) -> Weights:
+        """What a checkpoint holds."""
+        raise NotImplementedError(f"{type(self).__module__} has no weights to save")
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """The training loss of a batch; `generator` is on the CPU and the only source of randomness."""
+        raise NotImplementedError(f"{type(self).__module__} cannot be trained")
+
+    def chain(self, depth: int) -> Drafter:
+        """The same net drafting a chain of that depth: what n-alpha is measured with."""
+        raise NotImplementedError(f"{type(self).__module__} drafts no chains")
+
+    def describe(self) -> dict[str, Any]:
+        """The tree, for `--json`."""
+        return {}
+
+
+def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
+
+    Unknown names are an OptionError with the near ones.
+    """
+    defaults = kind()
+    groups: dict[str, dict[str, Any]] = {}
+    known = {f.name: f for f in fields(kind)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
+            raise OptionError(f"unknown option {prefix + name!r}; {near(prefix + name, flags(kind, prefix))}")
+        if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
+            if not rest and not isinstance(value, Mapping):
+                raise OptionError(
+                    f"option {prefix + name!r} is a group; give {', '.join(flags(type(getattr(defaults, head)), name + '.'))}"
+                )
+            groups.setdefault(head, {}).update({rest: value} if rest else value)
+        else:
+            changes[head] = value
+    for head, inner in groups.items():
+        changes[head] = build_options(type(getattr(defaults, head)), inner, prefix + head + ".")
+    return replace(defaults, **changes)
+
+
+def flags(kind: type, prefix: str = "") -> dict[str, Any]:
+    """All dotted option names of a dataclass with their default values."""
+    found: dict[str, Any] = {}
+    for name, value in ((f.name, getattr(kind(), f.name)) for f in fields(kind)):
+        found.update(flags(type(value), f"{prefix}{name}.") if is_dataclass(value) else {prefix + name: value})
+    return found

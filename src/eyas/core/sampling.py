@@ -1,0 +1,190 @@
+"""From logits to the law of the next token, and random numbers that are a pure function of where they are used.
+
+`apply_sampling` applies one row's Sampling to its logits, in float32, in the order of Hugging Face's generate: repetition penalty, temperature,
+top-k, top-p, min-p. It is used once per node, for the target's p and for the draft's q alike.
+
+`GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state, no order of calls). The draw at a node is
+argmax(log p + noise of its position), so what is drawn depends on the prefix and the noise alone, whatever tree is being verified:
+at any temperature a chosen tree yields the same tokens as plain sampling with the same seed.
+(Gumbel-max: Gumbel 1954; common random numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
+
+Letters: B rows, N nodes, V vocabulary, K siblings. This module knows no tree and no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas import kernels
+from eyas.errors import OptionError
+
+__all__ = ["GumbelNoise", "Sampling", "apply_sampling", "probs"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request draws its tokens. OptionError for impossible values.
+
+    Attributes:
+        temperature: 0 = greedy (the most probable token), otherwise logits are divided by it.
+        top_k: keep the k most probable tokens; 0 = all.
+        top_p: keep the most probable tokens that together hold this mass; 1 = all.
+        min_p: drop tokens less probable than this share of the most probable one; 0 = none.
+        repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied when negative); 1 = off.
+        seed: names the row's random numbers. Same seed, same prompt, same text.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def require(good: bool, what: str) -> None:
+            if not good:
+                raise OptionError(what)
+
+        require(_finite(self.temperature) and self.temperature >= 0, f"temperature must be 0 or more, got {self.temperature}")
+        require(_whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}")
+        require(_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        require(_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
+        require(
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}",
+        )
+        require(_whole(self.seed) and 0 <= self.seed < 2**63, f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
+
+    @property
+    def greedy(self) -> bool:
+        """Below 1e-5 a temperature is zero: dividing by it would overflow float32."""
+        return self.temperature < 1e-5
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def apply_sampling(
+    logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None, custom: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scores [N, V] in float32 whose softmax is the law that `sampling` makes of these logits; dropped tokens are -inf.
+
+    Greedy rows keep their (penalised) logits: the token is their argmax, and no rounding can move it.
+
+    Args:
+        logits_NV: raw logits of any float dtype.
+        seen_NV: bool, True where a token already stands in that node's own prefix; needed for a repetition penalty only.
+        custom: further processors [N, V] -> [N, V]; run after the penalty and before the temperature, as generate does.
+    """
+    scores_NV = logits_NV.float()
+    if sampling.repetition_penalty != 1.0:
+        assert seen_NV is not None, "a repetition penalty needs the tokens of every node's prefix"
+        penalty = sampling.repetition_penalty
+        penalised_NV = torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty)
+        scores_NV = torch.where(seen_NV, penalised_NV, scores_NV)
+    if custom is not None:
+        scores_NV = custom(scores_NV)
+    if sampling.greedy:
+        return scores_NV
+    scores_NV = scores_NV / sampling.temperature
+    if 0 < sampling.top_k < scores_NV.shape[-1]:
+        kth_N1 = scores_NV.topk(sampling.top_k).values[:, -1:]
+        scores_NV = scores_NV.masked_fill(scores_NV < kth_N1, -math.inf)
+    if sampling.top_p < 1.0:
+        ascending_NV, order_NV = scores_NV.sort(dim=-1)
+        drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop_NV[:, -1].fill_(False)
+        scores_NV = scores_NV.masked_fill(drop_NV.scatter(-1, order_NV, drop_NV), -math.inf)
+    if sampling.min_p > 0.0:
+        p_NV = scores_NV.softmax(-1)
+        scores_NV = scores_NV.masked_fill(p_NV < sampling.min_p * p_NV.amax(-1, keepdim=True), -math.inf)
+    return scores_NV
+
+
+def probs(scores_NV: Tensor, greedy: bool) -> Tensor:
+    """The law p [N, V] in float32 of scores from `apply_sampling`: a softmax, or all mass on the argmax."""
+    if greedy:
+        return torch.zeros_like(scores_NV).scatter_(-1, scores_NV.argmax(-1, keepdim=True), 1.0)
+    return scores_NV.softmax(-1)
+
+
+# SplitMix64 (Steele, Lea, Flood 2014): the finaliser is a bijection of 64-bit words that mixes every bit into every other;
+# applied to key + counter * golden it is a generator that can be entered anywhere. int64 products wrap around as needed.
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right of int64 words."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+class GumbelNoise:
+    """Random numbers of B rows as pure functions of (seed, stream, position, index).
+
+    Streams keep uses apart: what the target draws (TARGET), the accept tests of drawn siblings (ACCEPT), and what a draft draws for itself
+    (DRAFT). A row with greedy sampling gets no noise.
+    """
+
+    TARGET, ACCEPT, DRAFT = 0, 1, 2
+
+    def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
+        """Args: seed_B int64; greedy_B bool, rows whose Gumbel noise is zero; all_greedy where the host knows it already."""
+        self.seed_B, self.greedy_B = seed_B, greedy_B
+        self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy
+
+    @classmethod
+    def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
+        """The noise of rows with these samplings; None is an empty row."""
+        rows = [s or Sampling() for s in sampling]
+        greedy = [s.greedy for s in rows]
+        return cls(torch.tensor([s.seed for s in rows], device=device), torch.tensor(greedy, device=device), all(greedy))
+
+    def _uniform(self, stream: int, position_BN: Tensor, index_K: Tensor) -> Tensor:
+        """float64 [B, N, K] strictly inside (0, 1), 52 random bits each."""
+        key_B1 = _mix(_mix(self.seed_B + _GOLDEN) + stream)[:, None]
+        key_BN = _mix(key_B1 + (position_BN + 1) * _GOLDEN)
+        bits_BNK = _shift(_mix(key_BN[..., None] + (index_K + 1) * _GOLDEN), 12)
+        return (bits_BNK.double() + 0.5) * 2.0**-52
+
+    def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = TARGET) -> Tensor:
+        """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy rows.
+
+        Args:
+            vocab: how many tokens, or the ids of those that are asked about.
+        """
+        if position_BN.device.type == "cpu" and kernels.available():
+            return kernels.gumbel(self.seed_B, self.greedy_B, stream, position_BN, vocab)
+        tokens_V = torch.arange(vocab, device=position_BN.device) if isinstance(vocab, int) else vocab
+        noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
+        return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
+
+    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor] | None:
+        """int64 [B, N]: the largest score + TARGET noise at nodes of these depths below roots at `position`, by the compiled kernels, which
+        work out little of the noise; bool [B]: rows with a score that is not a number. None where there are no kernels."""
+        if scores_BNV.device.type != "cpu" or not kernels.available():
+            return None
+        return kernels.draw(scores_BNV, depth_BN, position_B, self.seed_B, self.greedy_B, self.TARGET)
+
+    def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
+        """bool [B]: accept tests with these chances for the sibling-th child (0, 1, ...) of the node before `position_B`."""
+        index_1 = torch.full((1,), sibling, device=position_B.device)
+        return self._uniform(self.ACCEPT, position_B[:, None], index_1)[:, 0, 0] < chance_B

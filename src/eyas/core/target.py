@@ -1,0 +1,432 @@
+"""The target: any unmodified Hugging Face causal language model, asked for whole trees.
+
+`Target` wraps the model and never changes: head, embedding, features of chosen layers. `TargetSession` holds B rows of keys and values:
+
+    prefill(row, tokens) -> logits of the last one           forward(tokens_BN, tree) -> Seen           commit(verdict)
+    and, for a model that drafts: extend(tokens_BQ, ...) -> Seen, level by level; advance(count_B)
+
+The model gets a 4-D mask, position_ids and our cache as past_key_values; nothing of it is patched. Features are read by hooks that exist
+only during the forward. This module knows no method and no sampling.
+
+Letters: B rows, R rows of a forward, N nodes, Q new nodes of T in all, T tokens, F feature width, D hidden, V vocabulary, W width of the
+cache in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from eyas.core import families
+from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
+from eyas.core.tree import TargetOutput, Tree, Verdict
+from eyas.errors import FitError, ModelError, OptionError
+from eyas.kernels import EXACT, ThreadCount, WeightFormat
+from eyas.nn import Backend
+
+__all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
+
+PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
+
+OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
+
+
+@dataclass(frozen=True)
+class ForwardInput:
+    """One forward: Q new nodes of R rows, in the slots behind the committed ones and T - Q earlier nodes."""
+
+    target: Target
+    tokens_RQ: Tensor  # int64
+    position_RQ: Tensor  # int64
+    length_R: Tensor  # int64; committed slots
+    depth_RT: Tensor  # int64; of all T nodes behind them
+    visible_RQT: Tensor  # bool; which of those each new node sees
+    cache: KVCache  # told already where the nodes go
+    span: slice  # the rows of the cache
+    width: int  # slots that may be in use
+    feature_layers: tuple[int, ...]  # features
+    last_only: bool  # logits of the last node only
+
+
+class Runner(Protocol):
+    """How a forward is run."""
+
+    form: WeightFormat  # of linear layers; what is not exact is another target than the model
+    name: str  # "model": by its own code; "kernels": by ours; "graphs", "compiled graphs": its own, replayed
+
+    def __call__(self, work: ForwardInput) -> TargetOutput: ...
+
+    @property
+    def threads(self) -> int | None:
+        """That it uses; None: torch's number."""
+        ...
+
+    @property
+    def team(self) -> ThreadCount:
+        """Threads for what is computed beside it, at the moment."""
+        ...
+
+    @property
+    def backend(self) -> Backend | None:
+        """What torch.compile is to compile layers by, draft nets' too; None: nothing is compiled."""
+        ...
+
+    def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        """Another model, one that drafts, run in the same way where that suits it."""
+        ...
+
+    def head(self, target: Target, hidden: Tensor) -> Tensor:
+        """Final-norm features [..., D] -> logits [..., V]."""
+        ...
+
+    def recorder(self) -> Any:
+        """What records the cycles of one decoder (`replay.Recorder`), or None."""
+        ...
+
+
+class Target:
+    """An unmodified model in eval mode, on one device.
+
+    Raises:
+        ModelError: the model cannot be served; the message names the family and the reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        if model.training:
+            raise ModelError("the model is in training mode: call model.eval() first")
+        places = {str(weight.device) for weight in model.parameters()}
+        if len(places) != 1 or places == {"meta"}:
+            raise ModelError(f"the model lies on {', '.join(sorted(places))}: load it whole on one device")
+        self.model, self.name = model, name
+        self.family = families.describe(model)
+        self.device, self.dtype = model.device, model.dtype
+        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # rows: ids that it can read
+        self.num_layers = len(self.family.layers)
+        self.context = self.family.context
+        self.run: Runner = ModelRunner()
+        self.draft_weights = "exact"  # of nets that draft for it; "fp8", "int4": rounded
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.layout, self.vocab_size, self.head_is_exact = self._probe()
+
+    @classmethod
+    def load(
+        cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, role: str = "target"
+    ) -> Target:
+        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
+
+        `role`: what errors call it.
+        """
+        place = torch.device(pick_device(device))
+        kind = pick_dtype(dtype, place)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=kind, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{role} {str(path)!r} cannot be loaded: {reason[:300]}") from error
+        model, found = loaded
+        absent = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        if absent:
+            names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+            raise ModelError(f"{role} {str(path)!r} lacks tensors, or has them in another shape: {names}")
+        model.to(place)
+        return cls(model, str(path))
+
+    def _probe(self) -> tuple[Layout, int, bool]:
+        """Two tokens through the model: what each layer stores, V, and whether our head gives the model's own logits."""
+        cache, ids = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        with torch.no_grad(), self.tap((self.num_layers,)) as features:
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        mine = self.head(features())
+        exact = mine.shape == logits.shape and torch.allclose(mine.float(), logits.float(), rtol=1e-2, atol=1e-3)
+        return layout_of(cache), logits.shape[-1], bool(exact)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> what enters the first layer [..., D] (without learned positions)."""
+        return families.embed(self.family, ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
+        return self.run.head(self, hidden)
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.run.name == "kernels"
+
+    @contextmanager
+    def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
+        """During the `with`, forwards leave the wanted features, side by side, to be fetched by the value of the `with`.
+
+        k = Hugging Face's hidden_states[k], the input of layer k; L (the number of layers) = after the final norm.
+        """
+        caught: dict[int, Tensor] = {}
+
+        def before(k: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                caught[k] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            caught[self.num_layers] = output[0]
+
+        for k in feature_layers:
+            if not 0 <= k <= self.num_layers:
+                raise OptionError(f"feature layer {k} does not exist: the target has {self.num_layers} layers (0..{self.num_layers})")
+        inner = [
+            self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True) for k in feature_layers if k < self.num_layers
+        ]
+        hooks = [*inner, *([self.family.base.register_forward_hook(after)] if self.num_layers in feature_layers else [])]
+        try:
+            yield lambda: torch.cat([caught[k] for k in feature_layers], dim=-1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def encode(self, tokens_RT: Tensor, feature_layers: Sequence[int]) -> Tensor:
+        """Features [R, T, F] of whole sequences, causal, without cache or logits. Right padding does no harm."""
+        with self.tap(feature_layers) as features:
+            self.family.base(input_ids=tokens_RT, use_cache=False)
+            return features()
+
+    def fingerprint(self) -> str:
+        """A short name of these weights: a hash of all shapes, and sums over a few of them. Heads that we write carry it."""
+        weights = [(name, weight) for name, weight in sorted(self.model.named_parameters()) if weight.ndim == 2]
+        shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
+        sums = []
+        for _, weight in (weights[0], weights[len(weights) // 2], weights[-1]):
+            some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].double()
+            signs = torch.arange(len(some), device=some.device) % 3 - 1
+            sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
+        return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
+
+    def is_named(self, fingerprint: str) -> bool:
+        """Whether that is the fingerprint of these weights, up to the rounding of dtypes."""
+        shapes, _, sums = fingerprint.partition(":")
+        mine, _, my_sums = self.fingerprint().partition(":")
+        pairs = zip(map(float, sums.split(",")), map(float, my_sums.split(",")), strict=False)
+        return shapes == mine and all(abs(a - b) < 0.02 for a, b in pairs)
+
+    @torch.no_grad()
+    def first_bad_layer(self, ids: Sequence[int]) -> str:
+        """Where NaN first appears for this sequence; for the error message."""
+        places = ["in the embeddings", *(f"after layer {k}" for k in range(self.num_layers - 1)), "in the last layer or the final norm"]
+        bad = [False] * len(places)
+
+        def look(k: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
+
+            return hook
+
+        hooks = [layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)]
+        try:
+            last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        bad[-1] = bool(torch.isnan(last).any())
+        return places[bad.index(True)] if any(bad) else "in the lm_head"
+
+    def run_with(self, runner: Runner) -> Target:
+        """The same target, its forwards run by `runner`."""
+        other = copy(self)
+        other.run = runner
+        return other
+
+    def open(self, rows: int, feature_layers: Sequence[int] = ()) -> TargetSession:
+        return TargetSession(self, rows, tuple(feature_layers))
+
+
+class TargetSession:
+    """B rows of committed tokens. Rows may be filled, advanced and emptied independently of each other."""
+
+    def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
+        self.target, self.rows, self.feature_layers = target, rows, feature_layers
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device)
+        self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
+        self.lengths = [0] * rows  # the host's copy
+
+    def reserve(self, tokens: int) -> None:
+        """Room for that many tokens a row, before a request starts; FitError, with the bytes, when memory does not hold them."""
+        try:
+            self.cache.reserve(tokens)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            gib = self.cache.bytes_for(tokens) / 2**30
+            raise FitError(
+                f"keys and values of {self.rows} rows x {tokens} tokens need {gib:.1f} GiB, which do not fit: use fewer or shorter"
+            ) from error
+
+    def check_fit(self, prompt: int, new: int) -> None:
+        """FitError, with the numbers, when prompt and new tokens exceed the context."""
+        context, reason = self.target.context, self.target.family.context_reason
+        why = f" ({reason})" if reason else ""
+        if prompt >= context:
+            raise FitError(f"the prompt has {prompt} tokens, the target's context is {context}{why}: shorten the prompt")
+        if prompt + new > context:
+            raise FitError(
+                f"{prompt} prompt tokens + {new} new tokens = {prompt + new} exceed the target's context of {context}{why}: "
+                f"ask for at most {context - prompt} new tokens"
+            )
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None) -> Tensor:
+        """Append tokens to a row, in chunks; returns the logits [V] of the last one. Memory for one chunk only, whatever the length."""
+        assert tokens, "at least one token"
+        logits_V = None
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk_1T = torch.tensor([tokens[start : start + PREFILL_CHUNK]], device=self.target.device)
+            T, begin = chunk_1T.shape[1], self.lengths[row]
+            order_1T = torch.arange(T, device=self.target.device)[None]
+            causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
+            seen = self._run(slice(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, last_only=True)
+            self.length_B[row] += T
+            self.lengths[row] += T
+            if on_chunk is not None:
+                on_chunk(chunk_1T[0], seen.features_BNF[0], begin)
+            logits_V = seen.logits_BNV[0, -1]
+        assert logits_V is not None
+        return logits_V
+
+    @torch.inference_mode()
+    def forward(self, tokens_BN: Tensor, tree: Tree) -> TargetOutput:
+        """One pass over every row's tree. Nothing is committed."""
+        reach = max(tree.nodes, tree.max_depth + 1)  # commit writes as many slots as the longest path has
+        return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
+
+    @torch.inference_mode()
+    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor) -> TargetOutput:
+        """One pass over Q new nodes, in the slots behind the T - Q nodes that earlier calls left there uncommitted. Nothing is committed.
+
+        Args:
+            depth_BT: int64; of all T nodes; 0 is the position behind the committed tokens.
+            visible_BQT: bool; which of the T nodes each new node sees.
+        """
+        return self._run(slice(0, self.rows), tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
+
+    def _run(
+        self, span: slice, tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False
+    ) -> TargetOutput:
+        target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
+        length_R = self.length_B[span]
+        self.cache.at(span, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
+        # Nodes past the context can never be emitted; they only need a position that exists.
+        position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
+        work = ForwardInput(
+            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, width, self.feature_layers, last_only
+        )  # fmt: skip
+        return target.run(work)
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict, active_B: Tensor) -> None:
+        """Keep the accepted nodes of the active rows; the rest of the tree is forgotten."""
+        self.cache.commit(self.length_B, verdict.path_BP)
+        self.length_B = self.length_B + verdict.length_B * active_B
+
+    @torch.inference_mode()
+    def advance(self, count_B: Tensor, most: Sequence[int]) -> None:
+        """Keep the first `count_B` nodes of each row where they are a chain, whose slots are right as they are.
+
+        `most`: what the host knows of the rows' new lengths: no row has more.
+        """
+        self.length_B = self.length_B + count_B
+        self.lengths = list(most)
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """The host learns the rows' lengths, after the cycle's one transfer."""
+        self.lengths = list(lengths)
+
+    def keep(self, row: int, length: int) -> None:
+        """Cut a row back to its first `length` tokens."""
+        assert length <= self.lengths[row]
+        self.length_B[row] = length
+        self.lengths[row] = length
+
+
+class ModelRunner:
+    """The model's own forward, with our masks and our cache."""
+
+    name, form = "model", EXACT
+    threads: int | None = None
+    team: ThreadCount = None
+    backend = None
+
+    def __call__(self, work: ForwardInput) -> TargetOutput:
+        target = work.target
+        extra = {"logits_to_keep": 1} if work.last_only and target._keeps_logits else {}
+        with target.tap(work.feature_layers) as features:
+            logits_RQV = target.model(
+                input_ids=work.tokens_RQ, attention_mask=_masks(work), position_ids=work.position_RQ,
+                past_key_values=work.cache, use_cache=True, **extra,
+            ).logits  # fmt: skip
+            features_RQF = features() if work.feature_layers else logits_RQV[..., :0]
+        return TargetOutput(logits_RQV, features_RQF)
+
+    def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        return other
+
+    def recorder(self) -> None:
+        return None
+
+    def head(self, target: Target, hidden: Tensor) -> Tensor:
+        return families.head(target.family, hidden)
+
+
+def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
+    """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
+    family, length_R, visible_RQT, width = work.target.family, work.length_R, work.visible_RQT, work.width
+    allowed_RQW = slot_mask(length_R, visible_RQT, width)
+
+    def additive(allowed: Tensor) -> Tensor:
+        mask = torch.zeros(allowed.shape, dtype=work.target.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(work.target.dtype).min)[:, None]
+
+    def windowed() -> Tensor:
+        assert family.window is not None
+        new_RQ = length_R[:, None] + work.depth_RT[:, -visible_RQT.shape[1] :]
+        distance_RQW = new_RQ[..., None] - slot_positions(length_R, work.depth_RT, width)[:, None]
+        return additive(allowed_RQW & (distance_RQW < family.window))
+
+    if not family.mask_kinds:
+        return additive(allowed_RQW) if family.window is None else windowed()
+    return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def pick_device(device: str) -> str:
+    """auto = the accelerator when there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """auto = float32 on a CPU, what the checkpoint says elsewhere."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise OptionError(f"unknown dtype {dtype!r}; known: auto, {', '.join(known)}")
+    return known[dtype]

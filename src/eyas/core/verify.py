@@ -1,0 +1,179 @@
+"""Verification: (Draft, p, noise) -> Verdict. Pure; knows no model.
+
+Chosen trees (`draft.q_BNV` is None). One token is drawn at every node from the target's law, and the path follows the children as long as
+the drawn token is one of them; the first drawn token that is no child is the bonus. For distinct siblings this is what recursive rejection
+with point masses does (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise): the same acceptance, the same law, no loop
+over siblings. With argmax for the draw it is greedy verification.
+
+Drawn trees (`draft.q_BNV` given). At a node with law p, whose children were drawn without replacement from q, in node order (SpecInfer;
+Leviathan et al. 2023; EAGLE-1, section 4.3):
+
+    for each child x:  accept it with min(1, p(x) / q(x));
+                       on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
+    no child accepted: the bonus is drawn from what is left of p
+
+Blocks (`draft.block`: one chain, drawn from q). What a token has too much of p may make up for what the one after it lacks, so the chain
+is tested as a whole, and the longest prefix that passes is accepted (Sun et al. 2024, "Block Verification Accelerates Speculative
+Decoding", algorithm 2; never fewer tokens in expectation than one by one):
+
+    w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))                       laws at node n - 1
+    left_n = max(0, w_n p - q)  at node n, q = 0 at the last             |left_n| = its sum
+    prefix n passes with |left_n| / (|left_n| + 1 - w_n)                 the empty one always
+    bonus from norm(left_n) at the end of the longest that passes
+
+Rows that are greedy have nothing to accept by chance: they are verified as chosen, in any case.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eyas import kernels
+from eyas.core.sampling import GumbelNoise
+from eyas.core.tree import Draft, Tree, Verdict
+
+__all__ = ["verify"]
+
+
+def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+    """Accept the longest path that the target itself would have taken.
+
+    Args:
+        scores_BNV: float32; softmax over V is the target's law at each node, as `sampling.process` left it.
+        position_B: int64; absolute position of the root; a child of a node at depth d is drawn with the noise of position + d + 1.
+        noise: the rows' random numbers.
+    """
+    tree = draft.tree
+    if tree.nodes == 1 and draft.q_BNV is None:  # plain decoding
+        draw_B1, broken_B = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0], broken_B)
+    if draft.q_BNV is None and draft.tokens_BN.device.type == "cpu" and kernels.available():
+        draw_BN, broken_B = _draw(tree, scores_BNV, position_B, noise)
+        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1), broken_B)
+    torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
+    draw_BN, _ = _draw(tree, scores_BNV, position_B, noise)
+    accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)
+    if draft.q_BNV is not None:
+        judge = _judge_block if draft.block else _reject
+        drawn_accepted_BN, drawn_bonus_B = judge(draft, draft.q_BNV, scores_BNV, position_B, noise)
+        accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, drawn_accepted_BN)
+        bonus_B = torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)
+    return _verdict(tree, draft.tokens_BN, accepted_BN, bonus_B)
+
+
+def _twins(tree: Tree, tokens_BN: Tensor) -> Tensor:
+    """bool [B, N, N]: two candidates with one parent and one token."""
+    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
+    both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
+    return (same_BNN & both_BNN).triu(1)
+
+
+def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+    """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position. And what is said of
+    broken rows (`Verdict`)."""
+    if (drawn := noise.draw(scores_BNV, tree.depth_BN, position_B)) is not None:
+        return drawn
+    position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
+    if noise.all_greedy:
+        return scores_BNV.argmax(-1), None
+    logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
+    gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
+    depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
+    return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
+
+
+def _follow(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """A node is accepted when it and all its ancestors are what their parents drew."""
+    hit_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
+    hit_BN = hit_BN | (tree.parents_BN < 0)
+    accepted_BN = (hit_BN[:, None] | ~tree.mask_BNN).all(-1)
+    last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+    return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
+
+
+def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
+    """Recursive rejection, node by node down the accepted path, child by child in draw order; all rows at once."""
+    tree, rows = draft.tree, torch.arange(draft.tree.rows, device=scores_BNV.device)
+    node_B, accepted_BN = torch.zeros_like(position_B), tree.parents_BN < 0
+    ended_B = torch.zeros_like(noise.greedy_B)
+    final_BV = torch.zeros_like(scores_BNV[:, 0])
+    bonus_position_B = position_B + 1
+    for _ in range(tree.max_depth + 1):
+        p_BV, q_BV = scores_BNV[rows, node_B].softmax(-1), q_BNV[rows, node_B]
+        next_B, descended_B = node_B, ended_B
+        for sibling, child_B, exists_B in _children(tree, node_B):
+            token_B = draft.tokens_BN[rows, child_B]
+            chance_B = p_BV[rows, token_B] / q_BV[rows, token_B]
+            tested_B = exists_B & ~descended_B & (q_BV[rows, token_B] > 0)
+            taken_B = tested_B & noise.accepts(chance_B, bonus_position_B, sibling)
+            refused_B = (tested_B & ~taken_B)[:, None]
+            p_BV = torch.where(refused_B, _residual(p_BV, q_BV), p_BV)
+            q_BV = torch.where(refused_B, _without(q_BV, token_B), q_BV)
+            next_B, descended_B = torch.where(taken_B, child_B, next_B), descended_B | taken_B
+        newly_B = ~ended_B & (next_B == node_B)
+        final_BV = torch.where(newly_B[:, None], p_BV, final_BV)
+        ended_B = ended_B | newly_B
+        bonus_position_B = torch.where(ended_B, bonus_position_B, bonus_position_B + 1)
+        node_B = torch.where(ended_B, node_B, next_B)
+        accepted_BN = accepted_BN.scatter(1, node_B[:, None], True)
+    gumbel_BV = noise.gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0]
+    return accepted_BN, (final_BV.log() + gumbel_BV).argmax(-1)
+
+
+def _judge_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
+    """Every prefix of the chain is tested, with a uniform number of its own; the longest that passes is accepted."""
+    tree, N = draft.tree, draft.tree.nodes
+    order_N = torch.arange(N, device=position_B.device)
+    torch._assert_async((tree.parents_BN == order_N - 1).all(), "a block is one chain")
+    weight_B, goes_on_B = torch.ones_like(scores_BNV[:, 0, 0]), tree.candidate_BN[:, 0]
+    end_B, final_BV = torch.zeros_like(position_B), torch.zeros_like(scores_BNV[:, 0])
+    for n in range(N):
+        p_BV, here_B = scores_BNV[:, n].softmax(-1), goes_on_B
+        next_B1 = draft.tokens_BN[:, min(n + 1, N - 1), None]
+        p_next_B, q_next_B = (x_BV.gather(1, next_B1)[:, 0] for x_BV in (p_BV, q_BNV[:, n]))
+        goes_on_B = here_B & tree.candidate_BN[:, n + 1] & (q_next_B > 0) if n + 1 < N else torch.zeros_like(here_B)
+        left_BV = (weight_B[:, None] * p_BV - torch.where(goes_on_B[:, None], q_BNV[:, n], 0.0)).clamp(min=0)
+        mass_B = left_BV.sum(-1)
+        passed_B = here_B
+        if n:
+            passed_B = here_B & noise.accepts(mass_B / (mass_B + 1 - weight_B), position_B + n, 0)
+        end_B = torch.where(passed_B, n, end_B)
+        final_BV = torch.where(passed_B[:, None], torch.where(mass_B[:, None] > 0, left_BV, p_BV), final_BV)
+        weight_B = torch.where(goes_on_B, (weight_B * p_next_B / q_next_B).clamp(max=1), weight_B)
+    gumbel_BV = noise.gumbel((position_B + end_B + 1)[:, None], final_BV.shape[-1])[:, 0]
+    return order_N <= end_B[:, None], (final_BV.log() + gumbel_BV).argmax(-1)
+
+
+def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """(sibling number, child node [B], whether it exists [B]) in node order, for as many siblings as any node here has."""
+    child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
+    rank_BN = child_BN.cumsum(-1)
+    most = int(rank_BN[:, -1].max())
+    found = ((child_BN & (rank_BN == k + 1)) for k in range(most))
+    return [(k, here_BN.int().argmax(-1), here_BN.any(-1)) for k, here_BN in enumerate(found)]
+
+
+def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """norm(max(0, p - q)); where rounding leaves no mass, p itself."""
+    rest_BV = (p_BV - q_BV).clamp(min=0)
+    mass_B1 = rest_BV.sum(-1, keepdim=True)
+    return torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)
+
+
+def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
+    """norm(q without the token); zero everywhere when nothing is left, so that no later sibling is a candidate."""
+    rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
+    mass_B1 = rest_BV.sum(-1, keepdim=True)
+    return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)
+
+
+def _verdict(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
+    """The accepted nodes, one per depth, in order."""
+    depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
+    on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
+    length_B = accepted_BN.sum(-1)
+    path_BP = torch.where(depth_P < length_B[:, None], on_path_BPN.int().argmax(-1), -1)
+    tokens_BP = torch.where(path_BP >= 0, tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
+    return Verdict(path_BP, tokens_BP, length_B, bonus_B)

@@ -1,0 +1,269 @@
+"""The target on a CPU, by compiled kernels: the same sums as the model's own forward, without its many small operations.
+
+What a family's forward does is known for the model types in FAMILIES. It is not taken on trust: when a runner is made, its logits and
+features over a prompt and a small tree are compared with the model's own, and where they differ there is no runner. The model itself stays
+as it is; the kernels keep their own copy of its weights, without loss, in the narrowest form that holds them (or rounded, on request).
+
+Beyond speed: a token's logits do not depend, to the last bit, on what else is in the pass. So speculative decoding is not only lossless up
+to near ties here: a tree's logits are plain decoding's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas import kernels
+from eyas.core.target import ForwardInput, ModelRunner, Runner, Target
+from eyas.core.tree import TargetOutput, Tree
+from eyas.errors import OptionError
+from eyas.kernels import EXACT, HEAD_DIMS, Layers, Pass, Shape, ThreadCount, WeightFormat
+from eyas.runners._threads import Threads
+
+__all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
+
+# Model types whose decoder layers are: norm, attention with rotary positions (norms of heads, biases where there are any), norm, gated MLP.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
+TURNS = 6  # passes that each number of threads is tried with
+CLOSE = 1e-4  # of the largest logit: what a sum in another order may change
+
+
+class UnsuitedError(Exception):
+    """Why a target has no runner of this kind: one line."""
+
+
+def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
+    """A runner for the target; UnsuitedError, with the reason, when there is none; OptionError where the form would change nothing.
+
+    form: of its linear layers; where that is not exact it makes another target of it: plain decoding and trees are both its own.
+    """
+    if (missing := kernels.why_not()) is not None:
+        raise UnsuitedError(f"no compiled kernels: {missing}")
+    made = CpuRunner(target)
+    made.check()
+    made.check_form(form)
+    made = made if form.exact else CpuRunner(target, form)
+    made.settle_threads()
+    return made
+
+
+class CpuRunner:
+    """Runs a target's forwards by compiled kernels."""
+
+    name = "kernels"
+    backend = None
+
+    def __init__(self, target: Target, form: WeightFormat = EXACT) -> None:
+        _refuse(target)
+        self.target = target
+        self.form = form
+        config, family = target.model.config, target.family
+        layers: Any = family.layers
+        first = layers[0].self_attn
+        head_dim = int(first.head_dim)
+        self.shape = Shape(
+            target.hidden_size, first.q_proj.out_features // head_dim, first.k_proj.out_features // head_dim, head_dim,
+            layers[0].mlp.gate_proj.out_features, _eps(layers[0].input_layernorm), float(first.scaling),
+        )  # fmt: skip
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if family.window else "full_attention"] * len(layers)
+        windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
+        self.layers = Layers(self.shape, [_layer(layer, window, form) for layer, window in zip(layers, windows, strict=True)])
+        base: Any = family.base
+        self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
+        head: Any = family.head
+        self.output = kernels.pack(head.weight, head.bias, replace(form, weights="int8") if form.weights == "int4" else form)
+        self._rotary: nn.Module = base.rotary_emb
+        self._cosine = self._sine = torch.empty(0, head_dim)
+        self.pace = Threads(torch.get_num_threads())
+
+    @property
+    def threads(self) -> int | None:
+        """How many a pass uses where nothing is in the way."""
+        return self.pace.most
+
+    @property
+    def team(self) -> ThreadCount:
+        return lambda: self.pace.now(time.perf_counter())
+
+    @torch.inference_mode()
+    def settle_threads(self) -> None:
+        """As many threads as make small passes fastest: fewer than torch's where something else keeps the cores busy."""
+        most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
+        counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
+        took: dict[int, list[float]] = {count: [] for count in counts}
+        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
+        for turn in range(TURNS):
+            for count in counts:
+                self.pace = Threads(count)
+                began = time.perf_counter()
+                session.forward(tokens_1N, tree)
+                if turn:  # the first is the warm-up
+                    took[count].append(time.perf_counter() - began)
+        self.pace = Threads(min(counts, key=lambda count: sum(took[count])), most)
+        self.layers.threads = self.pace.most
+
+    @property
+    def bytes(self) -> int:
+        """Of weights that a pass reads."""
+        return self.layers.bytes + self.output.bytes
+
+    def __call__(self, work: ForwardInput) -> TargetOutput:
+        began, (R, Q) = time.perf_counter(), work.tokens_RQ.shape
+        self.layers.threads = self.pace.next(began)
+        seen = self._run(work)
+        self.pace.learn((R * Q, work.width // 512), began, time.perf_counter())
+        return seen
+
+    def _run(self, work: ForwardInput) -> TargetOutput:
+        R, Q = work.tokens_RQ.shape
+        target, D = self.target, self.shape.hidden
+        x_MD = target.embed(work.tokens_RQ).reshape(R * Q, D)  # ours to overwrite: a lookup makes a new one
+        features_MF = torch.empty(R * Q, D * len(work.feature_layers))
+        inner = sorted({k for k in work.feature_layers if k < target.num_layers})
+        in_order = list(work.feature_layers) == inner or list(work.feature_layers) == [*inner, target.num_layers]
+        taps_MF = features_MF if in_order else torch.empty(R * Q, D * len(inner))
+        self.layers(x_MD, self._where(work), inner, taps_MF)
+        last_MD = features_MF[:, D * len(inner) :] if in_order and target.num_layers in work.feature_layers else torch.empty(R * Q, D)
+        logits = self._logits(x_MD.view(R, Q, D), last_MD, work.last_only)
+        if not in_order:
+            parts = {k: taps_MF[:, i * D : (i + 1) * D] for i, k in enumerate(inner)} | {target.num_layers: last_MD}
+            features_MF = torch.cat([parts[k] for k in work.feature_layers], dim=1)
+        return TargetOutput(logits, features_MF.view(R, Q, -1))
+
+    def recorder(self) -> None:
+        return None
+
+    def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        try:
+            made = CpuRunner(other, kernels.draft_format(draft_weights))
+        except UnsuitedError:
+            return other
+        made.pace = self.pace
+        return other.run_with(made)
+
+    def head(self, target: Target, hidden: Tensor) -> Tensor:
+        return kernels.linear(self.output, hidden.float(), self.layers.threads)
+
+    def _logits(self, x_RQD: Tensor, last_MD: Tensor, last_only: bool) -> Tensor:
+        """Logits [R, Q or 1, V]; the final norm goes into `last`."""
+        R, Q, D = x_RQD.shape
+        rows_MD = x_RQD.view(R * Q, D)
+        if not last_only:
+            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
+            assert logits_MV is not None
+            return logits_MV.view(R, Q, -1)
+        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
+        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.layers.threads)
+
+    def _where(self, work: ForwardInput) -> Pass:
+        if work.width > len(self._cosine):
+            self._extend(work.width)
+        visible_RQT = near_RQT = work.visible_RQT.contiguous()
+        if (window := self.target.family.window) is not None:
+            distance_RQT = work.depth_RT[:, -visible_RQT.shape[1] :, None] - work.depth_RT[:, None]
+            near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
+        return Pass(
+            work.length_R.contiguous(), work.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
+            work.cache.tensor, work.span.start,
+        )  # fmt: skip
+
+    def _extend(self, positions: int) -> None:
+        """Cosines and sines of more positions, from the model's own module."""
+        count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
+        every_1P = torch.arange(count)[None]
+        cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
+        self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    def check_form(self, form: WeightFormat) -> None:
+        """UnsuitedError where this machine has not the products that a form asks for; OptionError where its activations would change
+        nothing, as weights are kept otherwise."""
+        halves = form.activations == "bfloat16"
+        if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.has_vnni():
+            raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
+        if halves and not kernels.has_avx512_bf16():
+            raise UnsuitedError("this CPU does not add up products of bfloat16 (AVX-512 BF16)")
+        if form.activations == "exact":
+            return
+        kinds: list[str] = [form.weights]
+        if form.weights == "exact":
+            layers = self.layers.layers
+            matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+            kinds = ["int8" if m.kind == "quads" else m.kind for m in matrices]
+        suited = ("bfloat16",) if halves else ("int8", "int4")
+        if other := next((kind for kind in kinds if kind not in suited), None):
+            instead = {"bfloat16": ", or activations bfloat16", "int8": ", or activations int8", "int4": ", or activations int8"}.get(
+                other, ""
+            )
+            raise OptionError(
+                f"activations {form.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
+                f"take weights {suited[0]}{instead}"
+            )
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """UnsuitedError unless a prompt and a small tree give what the model's own forward gives."""
+        target, count = self.target, min(24, self.target.context - 8)
+        ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0))
+        tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]), 2)
+        feature_layers = (target.num_layers // 2, target.num_layers)
+        found = []
+        runs: tuple[Runner, ...] = (ModelRunner(), self)
+        for run in runs:
+            session = target.run_with(run).open(1, feature_layers)
+            session.prefill(0, ids[0, :count].tolist())
+            found.append(session.forward(ids[:, count:], tree))
+        for own, ours in ((found[0].logits_BNV, found[1].logits_BNV), (found[0].features_BNF, found[1].features_BNF)):
+            if not torch.allclose(own, ours, rtol=0.0, atol=CLOSE * float(own.abs().max())):
+                raise UnsuitedError(f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})")
+
+
+def _refuse(target: Target) -> None:
+    """UnsuitedError for what the kernels do not compute."""
+    config, family = target.model.config, target.family
+    if target.device.type != "cpu" or target.dtype != torch.float32:
+        raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
+    if family.model_type not in FAMILIES:
+        raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")
+    first: Any = family.layers[0]
+    shapes = {getattr(layer.self_attn, "head_dim", None) for layer in family.layers}
+    if len(shapes) != 1 or first.self_attn.head_dim not in HEAD_DIMS:
+        raise UnsuitedError(f"the kernels do not know heads of width {sorted(map(str, shapes))}; known: {', '.join(map(str, HEAD_DIMS))}")
+    if target.hidden_size % 32 or first.mlp.gate_proj.out_features % 32 or len(set(target.layout)) != 1:
+        raise UnsuitedError("the kernels need widths that are multiples of 32, the same in every layer")
+    if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
+        raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+
+
+def _layer(layer: Any, window: int, form: WeightFormat) -> kernels.Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    three = (attention.q_proj, attention.k_proj, attention.v_proj)
+    bias = None if three[0].bias is None else torch.cat([m.bias for m in three])
+    gated = None if mlp.gate_proj.bias is None else (mlp.gate_proj.bias, mlp.up_proj.bias)
+    return kernels.Layer(
+        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, form),
+        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, form),
+        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, form),
+        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, form),
+        norm=_norm(layer.input_layernorm),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        window=window,
+    )
+
+
+def _norm(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.detach().float().contiguous()

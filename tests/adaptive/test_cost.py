@@ -1,0 +1,168 @@
+"""What is measured, and how it is kept. No time is compared with another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from curves import curve
+from eyas import drafters
+from eyas.adaptive import auto, cost, mode_of
+from eyas.adaptive.cost import Costs, key_of, place_of, remembered
+from eyas.core.drafter import build_options
+from eyas.core.target import Target
+from eyas.drafters import Drafter, Shape
+from eyas.drafters._merge import Merged
+from eyas.runners.graphs import GraphRunner
+from replaying import again
+from test_lossless import make
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(zoo.FAMILIES["llama"]())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "eyas"
+
+
+GROWING = ("eagle2", "eagle3", "hydra", "medusa", "seagle")
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    """Bug: a size that was not measured gets the time of another one, or less than a smaller one."""
+    costs = Costs(256, (1, 4, 8), (1.0, 1.6, 1.4), (1, 4), (0.5, 0.8), (0.25, 0.4), 0.125, 0.375)
+    assert costs.plain() == pytest.approx(1.125)
+    assert costs.plain(4) == pytest.approx(1.725)
+    assert costs.draft(1, 1) == pytest.approx(0.5)
+    assert costs.draft(3, 2) == pytest.approx(0.6 + 2 * 0.3)
+    assert costs.cycle(Shape(2, 3, 2)) == pytest.approx(1.2 + 1.2 + 0.375)
+    assert costs.cycle(Shape(16, 1, 1)) == pytest.approx(1.4 + 0.5 + 0.375)  # never falling past the end
+    assert costs.draft(1, 8) == pytest.approx(0.8 + 0.4)
+    assert curve(0.1, 0.1).cycle(Shape(128, 1, 1)) == pytest.approx(1 + 0.1 * 127 + 0.1)
+
+
+def test_a_small_size_that_was_held_up() -> None:
+    """Bug: one median that the machine spoilt makes a smaller tree dearer than a larger one, and levels cheaper than nothing."""
+    assert cost._rising([2.6, 1.2, 1.3, 3.0]) == (1.2, 1.2, 1.3, 3.0)
+
+
+def test_which_methods_grow(target: Target) -> None:
+    """Bug: a method that grows its trees is not planned for, or one that does not is asked for sizes."""
+    assert {name for name in drafters.names() if make(name, target).max_tree is not None} == set(GROWING)
+    kind = drafters.find("small_model")
+    grown = kind.random(target, build_options(kind.Options, {"depth": 3, "dynamic.nodes": 9}))
+    assert grown.max_tree == Shape(9, 3, 4)
+    assert auto(make("vanilla", target)) is None
+    assert all(auto(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
+
+
+def test_which_methods_have_a_spare(target: Target) -> None:
+    """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is another drafter's too."""
+    alone = {name for name in drafters.names() if name != "vanilla" and auto(make(name, target)).fallback is None}
+    assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
+    merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
+    assert [auto(drafter).fallback is None for drafter in merged] == [False, True]
+    assert auto(make("eagle2", target), fallback=False).fallback is None
+
+
+def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
+    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(cost, "draft_cost", lambda *given: pytest.fail("timed alone"))
+    found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, again))))
+    assert found.nodes == cost.NODES
+    assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a method cannot be measured, or what was measured is not whole."""
+    monkeypatch.setattr(cost, "REPEATS", 1)
+    drafter = make(name, target)
+    found = cost.measure(drafter)
+    assert found.nodes == cost.NODES
+    assert found.branches[-1] == drafter.max_tree.branch
+    assert Costs.from_json(json.loads(json.dumps(vars(found)))) == found
+    assert found.cycle(Shape(8, 2, 2)) > 0
+
+
+class Maker:
+    """Counts how often it measures."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, drafter: Drafter) -> Costs:
+        self.count += 1
+        return curve(0.1 * self.count, 0.1)
+
+
+def test_measured_once(target: Target, cache: Path) -> None:
+    """Bug: every start measures, or a machine's times are those of another model, head, number of threads or dtype."""
+    make_costs, drafter = Maker(), make("eagle2", target)
+    first, known = remembered(drafter, make=make_costs)
+    assert not known
+    assert remembered(drafter, make=make_costs) == (first, True)
+    assert place_of(key_of(drafter)).parent == cache
+    assert [p.name for p in cache.iterdir()] == [place_of(key_of(drafter)).name], "something temporary was left"
+    assert remembered(drafter, force=True, make=make_costs)[0] != first
+    assert make_costs.count == 2
+    others = [make("eagle3", target), make("eagle2", Target(zoo.FAMILIES["mistral"]())), make("eagle2", target, **{"tree.nodes": 9})]
+    assert len({place_of(key_of(d)) for d in (drafter, *others)}) == 4
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert place_of(key_of(drafter)) != place_of({**key_of(drafter), "threads": threads})
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "negative", "short", "nan", "foreign", "text", "empty", "extra"])
+def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path) -> None:
+    """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is believed."""
+    make_costs, drafter = Maker(), make("eagle2", target)
+    remembered(drafter, make=make_costs)
+    path = place_of(key_of(drafter))
+    found = json.loads(path.read_text())
+    edits = {
+        "negative": {"verify": [-1.0] * 7}, "short": {"verify": [1.0]}, "nan": {"rest": float("nan")}, "text": {"first": ["a", "b"]},
+        "empty": {"nodes": [], "verify": []}, "extra": {"colour": 1},
+    }  # fmt: skip
+    if damage == "foreign":
+        found["key"]["cpu"] = "another"
+    whole = json.dumps({**found, "costs": {**found["costs"], **edits.get(damage, {})}})
+    path.write_text(whole if damage in (*edits, "foreign") else damage)
+    _, known = remembered(drafter, make=make_costs)
+    assert not known
+    assert make_costs.count == 2
+    assert remembered(drafter, make=make_costs)[1], "it was not written whole"
+
+
+def test_without_a_place_to_keep_it(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a cache folder that cannot be made stops the program."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    make_costs = Maker()
+    for _ in range(2):
+        assert not remembered(make("eagle2", target), make=make_costs)[1]
+    assert make_costs.count == 2
+
+
+def test_what_is_asked_of_trees() -> None:
+    """Bug: a tree that the user describes is changed by a policy, or the other way round."""
+    assert mode_of({}) == ("auto", {})
+    assert mode_of({"tree": "fixed", "noise": "none"}) == ("fixed", {"noise": "none"})
+    assert mode_of({"tree": "auto", "tree.depth": 5}) == ("auto", {"tree.depth": 5})
+    for given in ({"tree.nodes": 9}, {"tree": {"nodes": 9}}, {"depth": 3}, {"dynamic.nodes": 9}, {"tree.noise": "none"}):
+        assert mode_of(given) == ("fixed", given)
+    assert mode_of({"window.size": 9, "suffix.nodes": 3})[0] == "auto"
+    with pytest.raises(ValueError, match="unknown tree 'atuo'; did you mean auto"):
+        mode_of({"tree": "atuo"})

@@ -1,0 +1,59 @@
+"""What a policy may know, by enumeration of every draw through the shipped verification (design: shape rules).
+
+Where children are drawn from q, a node that is kept for what its token is brings the law of the text down with it: refused nodes are part
+of the game. What was decided before the draft does no harm, whatever of the past it depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.test_verify import TOLERANCE, Cut, ToyModels, check_exact, drawn_cycle, law_of
+from eyas.adaptive.dormant import _without
+from eyas.core.tree import Draft, Tree
+
+
+def by_its_own_token(world: ToyModels) -> Cut:
+    """The wrong rule: nodes whose own probability is small are not verified."""
+
+    def cut(start_B: Tensor, draft: Draft) -> Draft:
+        tree = draft.tree
+        assert draft.q_BNV is not None
+        q_BNV = draft.q_BNV.gather(1, tree.parents_BN.clamp(min=0)[..., None].expand_as(draft.q_BNV))
+        kept_BN = (q_BNV.gather(2, draft.tokens_BN[..., None])[..., 0] > 0.4) | (tree.parents_BN < 0)
+        kept_BN = (kept_BN[:, None] | ~tree.mask_BNN).all(-1)
+        return replace(draft, tree=replace(tree, candidate_BN=tree.candidate_BN & kept_BN))
+
+    return cut
+
+
+def by_the_past(world: ToyModels) -> Cut:
+    """What the Decoder does with a decision that was made before the draft: here about every other prefix."""
+
+    def cut(start_B: Tensor, draft: Draft) -> Draft:
+        return _without(draft, frozenset((start_B % 2).nonzero()[:, 0].tolist()))
+
+    return cut
+
+
+@pytest.mark.parametrize("name", ["chain", "pair", "binary"])
+def test_a_rule_that_looks_at_drawn_tokens_is_biased_and_ours_is_not(name: str) -> None:
+    """Bug: a policy, or a tree's pruning, that sees what was drawn in this cycle. No odds: every event is weighed."""
+    depth, vocab = {"chain": 3, "pair": 1, "binary": 2}[name], 3
+    world = ToyModels(vocab, depth + 3)
+    check_exact(world, drawn_cycle(name, cut=by_the_past(world)), depth + 2, 2)
+    wrong = law_of(world, drawn_cycle(name, cut=by_its_own_token(world)), depth + 2, 2)
+    assert abs(float(wrong.sum()) - 1) < TOLERANCE
+    assert float((wrong - world.true_law(depth + 2)).abs().sum()) > 0.01, "the wrong rule does no harm here: this test shows nothing"
+
+
+def test_sleeping_rows_alone_lose_their_nodes() -> None:
+    """Bug: the padding of one row's nodes falls on another's, or takes the root with it."""
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]).repeat(3, 1), 2)
+    cut = _without(Draft(tree, torch.arange(12).view(3, 4)), frozenset({1}))
+    assert cut.tree.candidate_BN.tolist() == [[True] * 4, [True, False, False, False], [True] * 4]
+    assert tree.candidate_BN.all(), "the draft itself was changed"

@@ -1,0 +1,196 @@
+"""The Decoder: joining and leaving, stops, limits, processors, what a Step says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+import zoo
+from eyas import drafters
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.errors import FitError, InputError, ModelError
+from reference import Oracle, plain_decode, run
+
+PROMPT = (5, 9, 100, 3, 77, 12)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(zoo.FAMILIES["llama"]())
+
+
+@pytest.fixture(scope="module")
+def answer(target: Target) -> list[int]:
+    return plain_decode(target.model, Request(PROMPT, 40))
+
+
+@pytest.fixture
+def oracle(target: Target, answer: list[int]) -> Oracle:
+    return Oracle(target, {PROMPT: answer}, nodes=12, depth=6)
+
+
+def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
+    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the answer, exactly."""
+    tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, 40)])
+    assert tokens == [answer]
+    assert [s.prefill for s in steps] == [True] + [False] * (len(steps) - 1)
+    assert [s.finish for s in steps] == [None] * (len(steps) - 1) + ["length"]
+    for step in steps[1:-1]:
+        assert len(step.tokens) == step.accepted + 1 == len(step.path)
+        drafted = [int(step.draft.tokens_BN[step.row, n]) for n in step.path[1:]]
+        assert list(step.tokens[:-1]) == drafted
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_length_is_cut_exactly(oracle: Oracle, answer: list[int], cut: int) -> None:
+    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not counted as drafted."""
+    tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, cut)])
+    assert tokens == [answer[:cut]]
+    assert all(s.accepted <= len(s.tokens) for s in steps)
+    assert steps[-1].finish == "length"
+
+
+def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
+    """Guards stopping inside an accepted path; the EOS itself is the last id. Several EOS ids: the first to come counts."""
+    for place in range(12):
+        token, first = answer[place], answer.index(answer[place])
+        for request in (Request(PROMPT, 40, eos=frozenset({token, 10_000})), Request(PROMPT, 40, stop=lambda t, token=token: t == token)):
+            tokens, steps = run(Decoder(oracle.target, oracle), [request])
+            assert tokens == [answer[: first + 1]]
+            assert steps[-1].finish == "stop"
+
+
+def test_rows_join_and_leave_between_cycles(target: Target) -> None:
+    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
+    method = drafters.find("eagle2").random(target, seed=2)
+    requests = [Request(tuple(range(3 + 4 * i, 12 + 7 * i)), 10 + i, Sampling(0.9 * (i % 2), seed=i)) for i in range(6)]
+    alone = [run(Decoder(target, method), [r])[0][0] for r in requests]
+    decoder, tokens, added = Decoder(target, method, rows=2), {}, 0
+    while added < len(requests) or not decoder.finished:
+        if added < len(requests):
+            decoder.add(requests[added])
+            added += 1
+        for _ in range(3):
+            for step in decoder.step():
+                tokens.setdefault(step.request, []).extend(step.tokens)
+    assert [tokens[i + 1] for i in range(6)] == alone
+
+
+@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
+def test_prefix_reuse(target: Target, name: str) -> None:
+    """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch, wherever the two part."""
+    kind = drafters.find(name)
+    method = kind.random(target, seed=3)
+    decoder = Decoder(target, method, rows=1, reuse=True)
+    first = Request(PROMPT, 20)
+    said = list(PROMPT) + run(decoder, [first])[0][0]
+    for cut in (len(said), len(said) - 1, len(PROMPT) + 3, len(PROMPT), 2, 1, 0):
+        prompt = (*said[:cut], 60, 61, 62)
+        assert run(decoder, [Request(prompt, 15)])[0][0] == plain_decode(target.model, Request(prompt, 15)), cut
+        run(decoder, [first])  # leave the same leftovers behind
+    assert run(decoder, [Request(tuple(said), 5)])[0][0] == plain_decode(target.model, Request(tuple(said), 5))
+    assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == said[len(PROMPT) :]
+
+
+def test_reuse_saves_the_work(target: Target) -> None:
+    """Guards that reuse happens at all: a second turn forwards only what is new."""
+    method = drafters.find("eagle2").random(target, seed=3)
+    decoder = Decoder(target, method, rows=1, reuse=True)
+    said = list(range(100)) + run(decoder, [Request(tuple(range(100)), 20)])[0][0]
+    widths: list[int] = []
+    hook = target.model.model.embed_tokens.register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
+    decoder.add(Request((*said, 7, 8, 9), 1))
+    decoder.step()
+    hook.remove()
+    assert widths[0] < 20, widths
+
+
+def test_cancel_leaves_everything_usable(target: Target) -> None:
+    """Guards closing a stream early: the row is free again and the next answer is right."""
+    method = drafters.find("eagle1").random(target, seed=3)
+    decoder = Decoder(target, method, rows=1)
+    ticket = decoder.add(Request(PROMPT, 40))
+    waiting = decoder.add(Request(PROMPT, 3))
+    decoder.step()
+    decoder.cancel(ticket)
+    decoder.cancel(waiting)
+    assert decoder.finished
+    assert run(decoder, [Request(PROMPT, 12)])[0][0] == plain_decode(target.model, Request(PROMPT, 12))
+
+
+def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
+    """Guards the slow path: Hugging Face processors that look at the prefix give what generate gives."""
+    ids = torch.tensor([PROMPT])
+    processors = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7)]
+    theirs = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
+        logits_processor=LogitsProcessorList(processors),
+    )[0, len(PROMPT) :].tolist()  # fmt: skip
+    for method in (
+        Oracle(target, {PROMPT: theirs}),
+        drafters.find("eagle2").random(target, seed=4),
+        drafters.find("eagle1").random(target),
+    ):
+        assert run(Decoder(target, method), [Request(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
+
+
+def test_own_penalty_equals_generate(target: Target) -> None:
+    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
+    ids = torch.tensor([PROMPT])
+    theirs = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
+        repetition_penalty=1.4,
+    )[0, len(PROMPT) :].tolist()  # fmt: skip
+    request = Request(PROMPT, 30, Sampling(repetition_penalty=1.4))
+    for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle1").random(target)):
+        assert run(Decoder(target, method), [request])[0][0] == theirs
+
+
+@pytest.mark.parametrize("length", [245, 248, 254, 255, 256])
+def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> None:
+    """Guards the cache's edge: a commit writes as many slots as the deepest path could have, however few nodes were verified."""
+    request = Request((tuple(range(100)) * 3)[:length], 6)
+    small = {"tree.nodes": 3, "tree.depth": 8}
+    kind = drafters.find("eagle2")
+    method = kind.random(target, build_options(kind.Options, small))
+    assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])
+def test_up_to_the_last_position_of_the_context(family: str) -> None:
+    """Guards the edge: tree nodes past the context must not index past a table of learned positions, nor reach the length at which dynamic
+    NTK and longrope change every frequency."""
+    target = Target((zoo.FAMILIES | zoo.SWITCHING)[family]())
+    request = Request(tuple(int(x) for x in torch.arange(target.context - 12) % 100), 12)
+    method = drafters.find("eagle2").random(target)
+    assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
+
+
+def test_refusals(target: Target) -> None:
+    """Guards bad requests: refused when added, before anything runs, with the numbers."""
+    decoder = Decoder(target, drafters.find("vanilla")(target))
+    with pytest.raises(InputError, match="empty"):
+        decoder.add(Request((), 5))
+    with pytest.raises(InputError, match=f"token id 4000 is outside the target's vocabulary of {target.vocab_size}"):
+        decoder.add(Request((1, 4000), 5))
+    with pytest.raises(InputError, match="max_new_tokens must be 1 or more, got 0"):
+        decoder.add(Request((1,), 0))
+    with pytest.raises(FitError, match="exceed the target's context of 512"):
+        decoder.add(Request((1,), 512))
+    assert decoder.finished
+
+
+def test_nan_names_the_layer() -> None:
+    """Guards broken weights: one clear line instead of nonsense."""
+    model = zoo.FAMILIES["llama"]()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    target = Target(model)
+    decoder = Decoder(target, drafters.find("vanilla")(target))
+    decoder.add(Request(PROMPT, 5))
+    with pytest.raises(ModelError, match="NaN \\(after layer 2\\)"):
+        decoder.step()

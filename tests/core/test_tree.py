@@ -1,0 +1,202 @@
+"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix, what a merge of two holds, and which static
+trees are refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.core.sampling import GumbelNoise
+from eyas.core.tree import Draft, Tree, chain_choices, check_choices, matching_nodes, merge
+from eyas.core.verify import verify
+from eyas.errors import OptionError
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The node and everything above it, by recursion."""
+    return [node] if parents[node] < 0 else [node, *ancestors(parents, parents[node])]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[list[int]]:
+    """Parents of up to 3 trees with one number of nodes; children may come in any order after their parent."""
+    nodes = draw(st.integers(1, 12))
+    return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
+
+
+def test_the_drawn_example() -> None:
+    """Guards the derivations against the picture in the module's docstring. Deterministic."""
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]]), 2)
+    assert tree.depth_BN.tolist() == [[0, 1, 1, 2, 2, 2]]
+    drawn = ["x.....", "xx....", "x.x...", "xx.x..", "xx..x.", "x.x..x"]
+    assert ["".join("x" if seen else "." for seen in row) for row in tree.mask_BNN[0].tolist()] == drawn
+    assert tree.candidate_BN.all()
+    assert (tree.rows, tree.nodes, tree.max_depth) == (1, 6, 2)
+
+
+def test_a_chain() -> None:
+    """Guards the tree of chain drafters, and of vanilla: one node, no depth. Deterministic."""
+    tree = Tree.chain(2, 4)
+    assert tree.parents_BN.tolist() == [[-1, 0, 1, 2]] * 2
+    assert tree.depth_BN.tolist() == [[0, 1, 2, 3]] * 2
+    assert torch.equal(tree.mask_BNN, torch.ones(4, 4).tril().bool().expand(2, 4, 4))
+    assert tree.max_depth == 3
+    one = Tree.chain(3, 1)
+    assert (one.parents_BN.tolist(), one.max_depth, one.mask_BNN.all().item()) == ([[-1]] * 3, 0, True)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(forests(), st.integers(0, 3))
+def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack: int) -> None:
+    """Guards depth and ancestors in rows that differ, with children far from their parents, and with a bound that is not tight."""
+    lines = [[ancestors(parents, n) for n in range(len(parents))] for parents in forest]
+    deepest = max(len(line) - 1 for row in lines for line in row)
+    tree = Tree.build(torch.tensor(forest), deepest + slack)
+    assert tree.max_depth == deepest + slack
+    assert tree.depth_BN.tolist() == [[len(line) - 1 for line in row] for row in lines]
+    assert tree.mask_BNN.tolist() == [[[m in line for m in range(len(row))] for line in row] for row in lines]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(forests(), st.integers(0, 2**32 - 1))
+def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:
+    """Guards the prefix that a repetition penalty reads: no sibling's token, no token of another row, history untouched."""
+    choose, vocab = random.Random(seed), 9
+    tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
+    history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
+    history_BV = torch.tensor(history)
+    seen_BNV = Tree.build(torch.tensor(forest), len(forest[0]) - 1).seen(torch.tensor(tokens), history_BV)
+    for b, parents in enumerate(forest):
+        for n in range(len(parents)):
+            prefix = {tokens[b][m] for m in ancestors(parents, n)}
+            assert seen_BNV[b, n].tolist() == [history[b][v] or v in prefix for v in range(vocab)]
+    assert history_BV.tolist() == history
+
+
+def test_candidates_are_what_the_drafter_says() -> None:
+    """Guards scouts and padding: the flags pass through unchanged. Deterministic."""
+    candidate_BN = torch.tensor([[True, False, True]])
+    assert Tree.build(torch.tensor([[-1, 0, 0]]), 1, candidate_BN).candidate_BN.tolist() == candidate_BN.tolist()
+
+
+@st.composite
+def drafts(draw: st.DrawFn, rows: int) -> Draft:
+    """Trees over 4 tokens, so that two of them often share paths; a second sibling with the same token, and some others, are no candidates,
+    nor is what hangs below them."""
+    nodes, parents, tokens, candidates = draw(st.integers(1, 9)), [], [], []
+    for _ in range(rows):
+        parent, token, candidate = [-1], [0], [True]
+        for n in range(1, nodes):
+            parent.append(draw(st.integers(0, n - 1)))
+            token.append(draw(st.integers(0, 3)))
+            twin = any(candidate[m] and (parent[m], token[m]) == (parent[n], token[n]) for m in range(1, n))
+            candidate.append(not twin and candidate[parent[n]] and draw(st.integers(0, 5)) > 0)
+        parents, tokens, candidates = [*parents, parent], [*tokens, token], [*candidates, candidate]
+    tree = Tree.build(torch.tensor(parents), max(1, nodes - 1), torch.tensor(candidates))
+    return Draft(tree, torch.tensor(tokens), -torch.arange(rows * nodes).reshape(rows, nodes).float() - draw(st.integers(0, 9)))
+
+
+pairs = st.integers(1, 3).flatmap(lambda rows: st.tuples(drafts(rows), drafts(rows)))
+
+
+def prefix(draft: Draft, row: int, node: int) -> tuple[int, ...]:
+    """The tokens from the root to the node."""
+    return tuple(int(draft.tokens_BN[row, n]) for n in reversed(ancestors(draft.tree.parents_BN[row].tolist(), node)))
+
+
+def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """What the candidates stand for."""
+    return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.candidate_BN[row, n])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(pairs)
+def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> None:
+    """Guards the union: nothing lost, nothing twice, in rows that differ; every node keeps its number, its own prefix and its score, with
+    scouts and padding among them; parents stand before children; a united node's children hang below its twin."""
+    first, second = pair
+    both, N = merge(first, second), first.tree.nodes
+    assert both.tree.nodes == N + second.tree.nodes - 1
+    assert both.q_BNV is None
+    twin_BM = matching_nodes(first, second)
+    for row in range(both.tree.rows):
+        assert offered(both, row) == sorted({*offered(first, row), *offered(second, row)})
+        assert all(parent < n for n, parent in enumerate(both.tree.parents_BN[row].tolist()))
+        assert twin_BM[row, 0] == 0
+        for n in range(1, N):
+            assert prefix(both, row, n) == prefix(first, row, n)
+        for m in range(1, second.tree.nodes):
+            assert prefix(both, row, N + m - 1) == prefix(second, row, m)
+            same = [n for n in range(1, N) if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)]
+            assert [int(twin_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
+    assert first.score_BN is not None
+    assert second.score_BN is not None
+    assert both.score_BN is not None
+    assert torch.equal(both.score_BN, torch.cat([first.score_BN, second.score_BN[:, 1:]], 1))
+    assert merge(first, Draft(second.tree, second.tokens_BN)).score_BN is None
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(pairs, st.integers(0, 2**32 - 1))
+def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft], seed: int) -> None:
+    """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the accepted path is the longer one."""
+    first, second = pair
+    rows, greedy = first.tree.rows, GumbelNoise.of([None] * first.tree.rows)
+
+    def accepted(draft: Draft) -> list[list[int]]:
+        says = [[random.Random(f"{seed}{prefix(draft, b, n)}").randrange(4) for n in range(draft.tree.nodes)] for b in range(rows)]
+        verdict = verify(draft, torch.eye(4)[torch.tensor(says)], torch.zeros(rows, dtype=torch.long), greedy)
+        return [verdict.tokens_BP[b, : verdict.length_B[b]].tolist() for b in range(rows)]
+
+    better = [max(paths, key=len) for paths in zip(accepted(first), accepted(second), strict=True)]
+    assert accepted(merge(first, second)) == better
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(forests(), st.randoms(use_true_random=False))
+def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: random.Random) -> None:
+    """Guards that a choices file may list its nodes in any order and twice: sorted by depth, then rank, each once, parents first."""
+    parents = forest[0]
+    paths: list[tuple[int, ...]] = [()]
+    for n in range(1, len(parents)):
+        paths.append((*paths[parents[n]], sum(p == parents[n] for p in parents[1:n])))
+    given_paths = [list(p) for p in paths[1:]] * 2
+    order.shuffle(given_paths)
+    if not given_paths:
+        given_paths, paths = [[0]], [(), (0,)]
+    choices = check_choices(given_paths)
+    assert list(choices) == sorted(paths[1:], key=lambda p: (len(p), p))
+    assert check_choices(choices) == choices
+
+
+def test_chain_choices() -> None:
+    """Guards the static tree that is a chain. Deterministic."""
+    assert chain_choices(3) == ((0,), (0, 0), (0, 0, 0))
+    assert check_choices(chain_choices(4)) == chain_choices(4)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([], "empty"),
+        ([[]], "not a list of ranks"),
+        ([[0], [-1]], "not a list of ranks"),
+        ([[0], [True]], "not a list of ranks"),
+        ([[0], [0, False]], "not a list of ranks"),
+        ([[0], [1.0]], "not a list of ranks"),
+        (["ab"], "not a list of ranks"),
+        ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
+        ([[0, 0]], r"\[0, 0\] has no parent; add \[0\]"),
+        ([[0], [2]], r"\[2\] has no elder sibling; add \[1\]"),
+        ([[1]], r"\[1\] has no elder sibling; add \[0\]"),
+        ([[0], [0, 1]], r"\[0, 1\] has no elder sibling; add \[0, 0\]"),
+    ],
+)
+def test_what_is_no_tree_is_refused(choices: list[list[object]], words: str) -> None:
+    """Guards the user's own tree files: each mistake is named, with what would mend it. Deterministic."""
+    with pytest.raises(OptionError, match=words):
+        check_choices(choices)  # type: ignore[arg-type]

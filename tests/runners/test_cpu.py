@@ -1,0 +1,272 @@
+"""The target by compiled kernels: the model's own numbers, the same bits in every shape of pass, and losslessness over every method."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import zoo
+from eyas import drafters, kernels, runners
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Tree
+from eyas.errors import OptionError
+from eyas.runners import UnsuitedError
+from eyas.runners.cpu import FAMILIES, CpuRunner, runner
+from reference import plain_decode, run
+from test_lossless import DRAWN, OPTIONS
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+MORE = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "mistral": {"sliding_window": zoo.WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": zoo.WINDOW, "layer_types": zoo.ALTERNATING},
+    "qwen3": {},
+}  # fmt: skip
+LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4))
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    return zoo.tiny(family, **SIZES, **MORE[family])
+
+
+@cache
+def with_cpu_kernels(family: str) -> Target:
+    target = Target(model(family))
+    return target.run_with(runner(target))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, zoo.VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_models_own_numbers(family: str) -> None:
+    """Guards what the kernels compute: norms, biases, rotary positions, windows shorter than the prompt and than one chunk of it, trees,
+    features in any order. 90 tokens against a window of 16."""
+    plain, tree = Target(model(family)), Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 5]]), 3)
+    found = []
+    for target in (plain, with_cpu_kernels(family)):
+        session = target.open(1, (3, 1, target.num_layers))
+        first = session.prefill(0, ids(90))
+        found.append((first, session.forward(torch.tensor([ids(7, 1)]), tree)))
+    (first, seen), (own_first, own_seen) = found
+    for ours, own in ((first, own_first), (seen.logits_BNV, own_seen.logits_BNV), (seen.features_BNF, own_seen.features_BNF)):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_has_plain_decodings_bits(family: str) -> None:
+    """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows of different lengths and with another
+    number of threads, are those of decoding its path token by token, to the last bit."""
+    target, prompts = with_cpu_kernels(family), [ids(n, n) for n in (33, 5, 61)]
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]]).expand(3, 8).contiguous(), 5)
+    tokens_BN = torch.tensor([ids(8, 100 + b) for b in range(3)])
+    batch = target.open(3)
+    for b, prompt in enumerate(prompts):
+        batch.prefill(b, prompt)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        logits_BNV = batch.forward(tokens_BN, tree).logits_BNV
+    finally:
+        torch.set_num_threads(threads)
+    for b, prompt in enumerate(prompts):
+        for node in range(8):
+            path = tree.mask_BNN[b, node].nonzero()[:, 0].tolist()
+            alone = target.open(1)
+            alone.prefill(0, prompt)
+            for n in path:
+                last = alone.forward(tokens_BN[b : b + 1, n : n + 1], Tree.chain(1, 1)).logits_BNV[0, 0]
+                alone.advance(torch.ones(1, dtype=torch.long), [alone.lengths[0] + 1])
+            assert torch.equal(last, logits_BNV[b, node]), f"row {b}, node {node}"
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method_is_lossless_by_kernels(name: str) -> None:
+    """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal those of the model's own forward;
+    drawn trees: their own single run."""
+    kind, target = drafters.find(name), with_cpu_kernels("llama")
+    drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+    requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40, 3, 17, 31), LAWS * 2, strict=True)]
+    alone = [run(Decoder(target, drafter, 1), [r])[0][0] for r in requests]
+    for request, got in zip(requests, alone, strict=True):
+        if request.sampling.greedy or name not in DRAWN:
+            assert got == list(plain_decode(model("llama"), request))
+    assert run(Decoder(target, drafter, 3), requests)[0] == alone
+
+
+def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3 and hydra++ are those of the net's own
+    modules."""
+    from eyas.core import drafter as _base
+    from eyas.nn import with_cpu_kernels as make_quick
+
+    monkeypatch.setattr(_base, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    for name in ("eagle1", "eagle3", "seagle", "hydra"):
+        kind, drafts = drafters.find(name), []
+        for target in (Target(model("llama")), with_cpu_kernels("llama")):
+            drafter = kind.random(target, build_options(kind.Options, OPTIONS[name]), seed=1)
+            _, steps = run(Decoder(target, drafter, 1), [Request(tuple(ids(30)), 12, Sampling())])
+            drafts.append([s.draft.tokens_BN for s in steps if s.draft is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*drafts, strict=True)), name
+
+
+@pytest.mark.parametrize("rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3"])
+def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
+    different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
+    false alarm; none is near on these seeds."""
+    from eyas.core import drafter as _base
+    from eyas.nn import with_cpu_kernels as make_quick
+
+    monkeypatch.setattr(_base, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    kind, target = drafters.find(name), with_cpu_kernels("llama")
+    head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
+    requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
+    for nodes, depth, branch in ((14, 4, 3), (6, 3, 4), (40, 3, 3), (5, 4, 1)):
+        tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **rule}
+        found = []
+        for at_once in (True, False):
+            drafter = kind.random(target, build_options(kind.Options, {**tree, **head}), seed=1)
+            assert drafter.grower is not None
+            if not at_once:
+                drafter.__dict__["grower"] = None
+            tokens, steps = run(Decoder(target, drafter, 2), requests)
+            found.append((tokens, [(s.draft, s.row) for s in steps if s.draft is not None]))
+        assert found[0][0] == found[1][0]
+        for (one, b), (other, _) in zip(found[0][1], found[1][1], strict=True):  # rows that are empty draft what they like
+            assert torch.equal(one.tokens_BN[b], other.tokens_BN[b])
+            for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
+                assert torch.equal(getattr(one.tree, field)[b], getattr(other.tree, field)[b]), field
+            for field in ("score_BN", "value_BN"):
+                torch.testing.assert_close(getattr(one, field)[b], getattr(other, field)[b], rtol=1e-4, atol=1e-4)
+            assert (one.drafted is None) == (other.drafted is None) == ("tree.rerank" in rule)
+            if one.drafted is None or other.drafted is None:
+                continue
+            assert torch.equal(one.drafted.parents_BX[b], other.drafted.parents_BX[b])
+            torch.testing.assert_close(one.drafted.value_BX[b], other.drafted.value_BX[b], rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_suit_is_left_to_the_model() -> None:
+    """Guards the registry: other families, dtypes and devices run by the model's own forward, and `on` says why."""
+    for refused, reason in (
+        (zoo.FAMILIES["gemma2"](), "family gemma2"),
+        (zoo.FAMILIES["llama"](), "heads of width"),
+        (zoo.tiny("llama", **SIZES).bfloat16(), "float32"),
+        (zoo.tiny("llama", **SIZES, hidden_act="gelu"), "silu"),
+    ):
+        target = Target(refused)
+        with pytest.raises(UnsuitedError, match=reason):
+            runner(target)
+        assert runners.prepared(target).run.name == "model"
+    with pytest.warns(UserWarning, match="float32"):
+        runners.prepared(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
+    with pytest.raises(OptionError, match="unknown kernels"):
+        runners.prepared(target, "yes")
+
+
+def test_other_numbers_are_noticed() -> None:
+    """Guards against a model that calls itself llama and computes something else: the comparison must refuse it."""
+    changed = zoo.tiny("llama", **SIZES)
+    changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(UnsuitedError, match="gives other numbers"):
+        runner(Target(changed))
+
+
+def test_python_threads_may_share_a_target() -> None:
+    """Guards the room that a pass works in: a call of the kernels lets other Python threads run, and two of them decode with one runner
+    and one head. A race would show in most runs."""
+    target, kind = with_cpu_kernels("llama"), drafters.find("eagle2")
+    drafter = kind.random(target, build_options(kind.Options, OPTIONS["eagle2"]), seed=1)
+    requests = [Request(tuple(ids(n, n)), 40, Sampling()) for n in range(20, 28)]
+    alone = [run(Decoder(target, drafter, 1), [r])[0][0] for r in requests]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [*((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")), ("bfloat16", "exact"), ("bfloat16", "bfloat16")],
+)
+def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
+    """Guards rounded weights and activations: other logits, near the model's; every method says what its plain decoding says."""
+    if (weights == "int4" or activations.startswith("int")) and not kernels.has_vnni():
+        pytest.skip("a CPU without VNNI")
+    if activations == "bfloat16" and not kernels.has_avx512_bf16():
+        pytest.skip("a CPU without AVX-512 BF16")
+    target = Target(model("llama"))
+    rounded = runners.prepared(target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact")
+    assert rounded.run.form == kernels.WeightFormat(weights, activations)
+    assert with_cpu_kernels("llama").run.form.exact
+    logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
+    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"bfloat16": 1.0, "int8": 1.0, "int4": 4.0}[weights]
+    session, more = rounded.open(1), ids(13, 13)
+    session.prefill(0, ids(20))
+    together_NV = session.forward(torch.tensor([more]), Tree.chain(1, 13)).logits_BNV[0]
+    for k in (0, 5, 12):
+        assert torch.equal(rounded.open(1).prefill(0, [*ids(20), *more[: k + 1]]), together_NV[k]), "the same bits in every pass"
+    requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
+    said = run(Decoder(rounded, drafters.find("vanilla").load(None, rounded), 1), requests)[0]
+    for name in ("eagle2", "eagle3", "suffix"):
+        kind = drafters.find(name)
+        drafter = kind.random(rounded, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+        assert run(Decoder(rounded, drafter, 2), requests)[0] == said
+
+
+def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the one line that says why: no kernels, wider weights, a CPU without the instructions, another word."""
+    target = Target(model("llama"))
+    with pytest.raises(OptionError, match="family gemma2"):
+        runners.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
+    with pytest.raises(OptionError, match="leave kernels off out"):
+        runners.prepared(target, "off", activations="int8")
+    with pytest.raises(OptionError, match="unknown weights"):
+        runners.prepared(target, weights="int2")
+    with pytest.raises(OptionError, match="unknown activations"):
+        runners.prepared(target, activations="int4")
+    monkeypatch.setattr(kernels, "has_vnni", lambda: True)
+    with pytest.raises(OptionError, match=r"activations int8 are for .* these are kept as float32: take weights int8$"):
+        runners.prepared(target, activations="int8")
+    with pytest.raises(
+        OptionError, match=r"activations int8 are for .* these are kept as bfloat16: take weights int8, or activations bfloat16$"
+    ):
+        runners.prepared(target, weights="bfloat16", activations="int8")
+    monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: True)
+    for weights, kept in (("exact", "float32"), ("int8", "int8"), ("int4", "int4")):
+        with pytest.raises(OptionError, match=rf"activations bfloat16 are for .* these are kept as {kept}: take weights bfloat16"):
+            runners.prepared(target, weights=weights, activations="bfloat16")
+    monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
+    with pytest.raises(OptionError, match="does not add up products of bfloat16"):
+        runners.prepared(target, weights="bfloat16", activations="bfloat16")
+    monkeypatch.setattr(kernels, "has_vnni", lambda: False)
+    with pytest.raises(OptionError, match="does not add up products of bytes"):
+        runners.prepared(target, activations="int8")
+    with pytest.raises(OptionError, match="does not add up products of bytes"):
+        runners.prepared(target, weights="int4")
+    with pytest.raises(OptionError, match="draft weights int4 are for compiled kernels"):
+        runners.prepared(target, "off", draft_weights="int4")
+
+
+def test_the_model_stays_as_it_was() -> None:
+    """Guards the user's model: no weight, module or result of it changes."""
+    own = zoo.tiny("llama", **SIZES)
+    before, x = {name: value.clone() for name, value in own.state_dict().items()}, torch.tensor([ids(9)])
+    said = own(x).logits
+    target = Target(own)
+    Decoder(target.run_with(CpuRunner(target)), drafters.find("vanilla").load(None, target))
+    assert torch.equal(own(x).logits, said)
+    assert before.keys() == own.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())

@@ -1,0 +1,304 @@
+"""Cycles and passes as graphs: their fixed inputs and state, tried on a CPU with a capture that runs the work again; and operations that
+no graph can hold."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zoo
+from eyas import drafters, kernels
+from eyas.bench.simulate import simulated
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Policy, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.drafters import CycleInput, Decision, Drafter, Shape
+from eyas.errors import OptionError
+from eyas.nn import Fp8Linear
+from eyas.runners import prepared
+from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
+from reference import plain_decode, run
+from replaying import again
+from test_lossless import OPTIONS
+
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification, noise and commits in torch's operations, not by the CPU's kernels."""
+    monkeypatch.setattr(kernels, "available", lambda: False)
+
+
+def drafter_of(name: str, target: Target) -> Drafter:
+    kind = drafters.find(name)
+    return kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None:
+    """Guards the static inputs: rows of different ages, windows, texts that grow over a bucket's edge, whose cache then lies elsewhere."""
+    model = zoo.FAMILIES[family]()
+    target = Target(model)
+    graphs = GraphRunner(target, again)
+    drafter = drafter_of(name, target.run_with(graphs))
+    requests = [Request(prompt(n), 20, Sampling(temperature, seed=n)) for n in (7, BUCKET - 9, 30)]
+    tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
+    if temperature and drafter.samples_children:  # the seed's text is a matter of the trees, and cycles are not recorded
+        return
+    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+    assert decoder.replay is not None
+    assert {key[0] for key in decoder.replay.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
+
+
+def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:
+    """Guards models whose forward waits for the device: a warning, once, and the right text."""
+
+    def refuse(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = zoo.FAMILIES["llama"]()
+    target = Target(model)
+    target = target.run_with(GraphRunner(target, refuse))
+    request = Request((5, 6, 7), 8, Sampling())
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        tokens, _ = run(Decoder(target, drafters.find("vanilla").load(None, target), 1), [request])
+    assert list(tokens[0]) == list(plain_decode(model, request))
+
+
+WITH_ITS_DRAFT = ("vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra")
+
+
+def address(tensor: Tensor) -> int:
+    """Where it lies; 0: nowhere (a tensor of another test that is a fake one)."""
+    if isinstance(tensor, FakeTensor):
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+class Strangers(TorchDispatchMode):
+    """Notes what no graph can hold: values that the host reads, shapes that depend on values, and tensors that were made from the host's
+    numbers, i.e. that no operation made and that were not there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = {address(t) for t in gc.get_objects() if issubclass(type(t), Tensor)}
+        self.alive: list[Any] = []  # so that no address is used twice
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in ("_local_scalar_dense", "nonzero", "unique", "masked_select", "lift_fresh")):
+            self.found.append(name)
+        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        strange = [t for t in given if t.ndim and address(t) not in self.known and t.numel()]
+        if strange:
+            self.found.append(f"{name} reads {[tuple(t.shape) for t in strange]} from the host")
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        self.alive += made
+        self.known |= {address(t) for t in made}
+        return result
+
+
+def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[str], list[bool]]:
+    """What strangers there are in a recorded cycle of the method, and whether each recording holds its draft."""
+    target, found = Target(zoo.FAMILIES["llama"]()), list[str]()
+
+    def watched(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+        for _ in range(2):  # what is made once is there now
+            work()
+            undo()
+        with Strangers() as strangers:
+            work()
+        undo()
+        found.extend(strangers.found)
+        return again(work, undo)
+
+    drafter = drafter_of(name, target.run_with(GraphRunner(target, watched)))
+    decoder = Decoder(drafter.target, drafter, 2, **({"verify": decide} if decide else {}))
+    run(decoder, [Request(prompt(n), 6, sampling) for n in (5, 9)])
+    assert decoder.replay is not None
+    return found, [key[4] is None for key in decoder.replay.recorder._recorded]
+
+
+@pytest.mark.parametrize("name", [*WITH_ITS_DRAFT, "suffix", "small_model"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)], ids=["greedy", "sampled"])
+def test_no_graph_waits_for_the_host(name: str, sampling: Sampling) -> None:
+    """Guards the capture: one `.item()`, one index from a list, and nothing can be captured on a GPU. Which methods are recorded whole."""
+    if name in ("eagle1", "small_model") and sampling.temperature:
+        pytest.skip("its children are drawn: judged on the host")
+    found, whole = operations(name, sampling)
+    assert found == []
+    assert set(whole) == {name in WITH_ITS_DRAFT}
+
+
+def test_simulated_acceptance_is_recorded() -> None:
+    """Guards what a GPU is measured with: random weights, given rates. The lot is drawn on the device."""
+    found, whole = operations("eagle2", Sampling(), simulated((0.8, 0.7)))
+    assert found == []
+    assert whole
+    assert all(whole)
+
+
+@pytest.mark.parametrize("how", ["item", "list"])
+def test_strangers_are_noticed(how: str) -> None:
+    """A test of the test."""
+    x = torch.arange(6)
+    with Strangers() as strangers:
+        y = x[[1, 2]] if how == "list" else x + int(x.max())
+    assert strangers.found, y
+
+
+def test_recordings_serve_every_request() -> None:
+    """Guards the keys: requests that differ in prompt, length and seed share recordings, and a decoder that goes on records nothing new."""
+    target = Target(zoo.FAMILIES["llama"]())
+    drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, again)))
+    decoder = Decoder(drafter.target, drafter, 1)
+    for seed in range(3):
+        run(decoder, [Request(prompt(5 + 9 * seed), 8, Sampling(0.7, seed=seed))])
+    assert decoder.replay is not None
+    assert len(decoder.replay.recorder._recorded) == 1
+
+
+class Moods(Policy):
+    """By lot: trees of any size, a fallback, plain cycles."""
+
+    def __init__(self, seed: int, drafter: Drafter, fallback: Drafter) -> None:
+        self.dice, self.largest, self.fallback = random.Random(seed), drafter.max_tree, fallback
+
+    def decide(self, roots: CycleInput) -> Decision:
+        if self.dice.random() < 0.6:
+            return Decision(self.largest and Shape(*(self.dice.randint(1, most) for most in self.largest)))
+        rows = frozenset(b for b in roots.active_rows if self.dice.random() < 0.7)
+        return Decision(plain=rows) if self.dice.random() < 0.5 else Decision(plain=rows - {0}, fallback=self.fallback)
+
+    def learn(self, steps: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
+def test_sleep_over_graphs(name: str) -> None:
+    """Guards sessions that sleep, wake and are relieved by another method, whose cycles are recorded from the draft on: every change
+    between these leaves the state where the next recording looks for it, in a shape that it knows. A draft that is right in loops."""
+    model = zoo.FAMILIES["llama"]()
+    target = Target(model)
+    drafter = drafter_of(name, target.run_with(GraphRunner(target, again)))
+    if name in ("eagle1", "eagle2"):
+        with torch.no_grad():
+            for weight in drafter.net.parameters():
+                weight.zero_()
+            drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
+    for seed in range(3):
+        policy = Moods(seed, drafter, drafter_of("suffix", target))
+        requests = [Request(p, 30, Sampling()) for p in ((5,), (11,), prompt(40))]
+        tokens, steps = run(decoder := Decoder(drafter.target, drafter, 2, policy=policy), requests)
+        assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+        assert decoder.replay is not None
+        assert {key[4] is None for key in decoder.replay.recorder._recorded} == {True, False}
+        assert {"plain", "suffix"} < {s.decided for s in steps}
+    assert max(s.accepted for s in steps if s.decided not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
+def test_drafts_in_fp8(name: str) -> None:
+    """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing that a graph cannot hold."""
+    model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
+    target, drafts, rounded = Target(model), [], 0
+    for draft_weights in ("exact", "fp8"):
+        target.draft_weights = draft_weights
+        drafter = drafter_of(name, target.run_with(GraphRunner(target, again)))
+        tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
+        assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+        drafts.append([s.draft.score_BN for s in steps if s.draft is not None])
+        rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding.modules())
+    assert rounded
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*drafts, strict=False))
+
+
+def test_fp8_is_refused_on_a_cpu() -> None:
+    with pytest.raises(OptionError, match=r"compute capability 8\.9"):
+        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
+    with pytest.raises(OptionError, match="fp8"):
+        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
+
+
+@pytest.mark.parametrize("crop", ["halves", "last", "none"])
+@pytest.mark.parametrize("window", [(2, 9), (0, 12), (4, BUCKET + 4)])
+def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
+    """Guards SEAGLE's windows in recordings, which trim in every cycle or in none: the trees that are drafted without them, for texts that
+    fill a window before, within and never in a bucket; rows of different ages, and a second request in a used row."""
+    target, found = Target(zoo.FAMILIES["llama"]()), []
+    kind, (sink, size) = drafters.find("seagle"), window
+    options = build_options(kind.Options, {**OPTIONS["seagle"], "window.sink": sink, "window.size": size, "window.crop": crop})
+    for graphs in (False, True):
+        used = target.run_with(GraphRunner(target, again)) if graphs else target
+        requests = [Request(prompt(n), 20, Sampling(0.7, seed=n)) for n in (7, BUCKET - 9, 30, BUCKET + 3)]
+        tokens, steps = run(decoder := Decoder(used, kind.random(used, options, seed=1), 2), requests)
+        drafted = [(step.draft, step.row) for step in steps if step.draft is not None]  # what an idle row would draft is nobody's business
+        found.append((tokens, [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafted]))
+    assert decoder.replay is not None
+    assert True in {key[4] is None for key in decoder.replay.recorder._recorded}, "cycles were recorded with their drafts"
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])
+def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
+    """Guards sessions whose state is wider than the base's."""
+    model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
+    kind, target = drafters.find("eagle1"), Target(model)
+    options = build_options(kind.Options, {**OPTIONS["eagle1"], "head.inputs": inputs})
+    drafter = kind.random(target.run_with(GraphRunner(target, again)), options, seed=1)
+    tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
+    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+    assert decoder.replay is not None
+    assert decoder.replay.recorder._recorded
+
+
+def test_two_decoders_by_turns() -> None:
+    """Guards what a cycle leaves for the next one: another decoder's replay may overwrite all that a recording left."""
+    model = zoo.FAMILIES["llama"]()
+    target = Target(model)
+    scratch = list[Any]()
+
+    def shared(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+        found, replay = again(work, undo)
+        scratch.append(found)
+
+        def noisy() -> None:
+            replay()
+            for other in scratch:  # a pool of memory that all recordings share
+                if other is not found:
+                    for tensor in tensors_of(other):
+                        tensor.zero_()
+
+        return found, noisy
+
+    drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, shared)))
+    decoders = [Decoder(drafter.target, drafter) for _ in range(2)]
+    requests, found = [Request(prompt(n), 12, Sampling()) for n in (7, 30)], [list[int](), list[int]()]
+    for decoder, request in zip(decoders, requests, strict=True):
+        decoder.add(request)
+    while not all(decoder.finished for decoder in decoders):
+        for decoder, tokens in zip(decoders, found, strict=True):
+            for step in decoder.step():
+                tokens += step.tokens
+    assert found == [list(plain_decode(model, r)) for r in requests]

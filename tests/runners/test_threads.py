@@ -1,0 +1,67 @@
+"""Threads of passes, with times that are made up."""
+
+from __future__ import annotations
+
+from eyas.runners._threads import LONGEST_REST, REST, Threads
+
+
+def passes(threads: Threads, clock: float, count: int, seconds: float, kind: int = 1) -> tuple[float, list[int]]:
+    """So many passes that take so long with all threads, and 5 ms with one; when they ended, and how many threads each had."""
+    used = []
+    for _ in range(count):
+        used.append(threads.next(clock))
+        took = seconds if used[-1] > 1 else 0.005
+        threads.learn(kind, clock, clock + took)
+        clock += took
+    return clock, used
+
+
+def test_slow_passes_are_run_on_one_thread_for_a_while() -> None:
+    """Guards shared machines: with a core taken away passes of 3 ms take 200. Three are enough; later attempts cost less and less."""
+    threads = Threads(2)
+    clock, used = passes(threads, 0.0, 50, 0.003)
+    assert used == [2] * 50
+    clock, used = passes(threads, clock, 2000, 0.2)
+    assert used[:3] == [2, 2, 2]
+    assert used[3:300] == [1] * 297
+    assert used.count(2) < 15
+    _, used = passes(threads, clock + LONGEST_REST, 50, 0.003)
+    assert used == [2] * 50, "the core is free again"
+
+
+def test_one_hiccup_and_larger_passes_are_no_reason() -> None:
+    """Guards against giving threads up for nothing: a single slow pass, another kind of pass, texts that grow, a clock that slows down."""
+    threads = Threads(4)
+    clock, _ = passes(threads, 0.0, 20, 0.003)
+    for _ in range(20):
+        clock, _ = passes(threads, clock, 1, 0.1)
+        clock, used = passes(threads, clock, 8, 0.003)
+        assert used == [4] * 8
+    clock, used = passes(threads, clock, 30, 0.05, kind=512)
+    for step in range(300):
+        clock, more = passes(threads, clock, 1, 0.003 * (1 + step / 100))
+        used += more
+    assert set(used) == {4}
+    assert threads.rest == REST
+
+
+def test_more_threads_are_tried_where_fewer_were_chosen() -> None:
+    """Guards processes that were started on a busy machine: one thread was the fastest then, and need not be later. Where more are slower
+    they are tried once in a while and left, and what is computed beside a pass does not take part in trials."""
+    threads = Threads(1, ceiling=4)
+    clock, used = passes(threads, 0.0, 400, 0.003)  # two are faster than one, four are not faster than two
+    assert (threads.most, threads.now(clock)) == (2, 2)
+    assert [used.index(2), used.index(2, 96)] == [31, 96]
+    assert [i for i, n in enumerate(used) if n == 4] == list(range(127, 400, 32))
+    threads = Threads(1, ceiling=4)
+    _, used = passes(threads, 0.0, 400, 0.006)
+    assert threads.most == 1
+    assert used.count(2) == 400 // 32
+
+
+def test_one_thread_has_nothing_to_decide() -> None:
+    """Guards machines with one core."""
+    threads = Threads(1)
+    clock, _ = passes(threads, 0.0, 5, 0.003)
+    _, used = passes(threads, clock, 10, 0.5)
+    assert used == [1] * 10

@@ -1,31 +1,161 @@
-"""Files that are always whole, whatever happens while they are written; and where the user's machine keeps what can be made again."""
+"""Files that stay whole, whatever happens while they are written, and that one process writes at a time.
+
+    write_atomically    a file is replaced as a whole: temporary name, fsync, rename
+    locked_output       one process at a time writes into an output; the second one is refused
+    remove_leftovers    temporary files of processes that are gone
+    sha256_of_file      the checksum by which a changed file is noticed
+    user_cache          the folder of measurements and compiled kernels of this machine
+
+This module does not know what the files hold.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import re
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["replaced", "user_cache"]
+from eyas.errors import InputError
+
+__all__ = [
+    "locked_output",
+    "remove_leftovers",
+    "replaced",
+    "sha256_of_file",
+    "user_cache",
+    "write_atomically",
+]
+
+LOCK = ".lock"
 
 
 def user_cache() -> Path:
-    """The folder of things that are worked out once for a machine, like `~/.cache/eyas`; it may not exist yet."""
+    """The folder for results that are computed once per machine, like `~/.cache/eyas`.
+
+    It may not exist yet.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eyas"
 
 
+def sha256_of_file(path: str | Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 @contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Written beside its place, renamed into it once it is on the disk: the file there is the old one or the new one. OSError when not."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_atomically(path: str | Path) -> Iterator[BinaryIO]:
+    """Write a file so that `path` always holds either the old content or the new one, never a part.
+
+    The bytes go to a temporary file in the same folder, which is flushed to the disk and then
+    renamed. When the block raises, the old file stays and the temporary file is removed.
+
+    Yields: a binary stream to write to. Raises OSError when the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "wb") as stream:
+        with open(temporary, "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
     finally:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+
+
+replaced = write_atomically  # the name used before; to be removed with its last use
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Not every file system can do this."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: str | Path, name: str = "*") -> None:
+    """Remove temporary files that killed processes left in a folder.
+
+    Only files named as `write_atomically` names them, `.NAME.PID.tmp`, whose process does not run
+    any more: a file that another process is writing right now stays.
+    """
+    for path in Path(folder).glob(f".{name}.tmp"):
+        pid = re.search(r"\.(\d+)\.tmp$", path.name)
+        if pid is None or not _is_running(int(pid[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this machine has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
+    return True
+
+
+@contextmanager
+def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
+    """Keep other processes from writing into an output file or folder while the block runs.
+
+    The lock is a file `.lock` in a folder, which must exist, or `.NAME.lock` beside a file. The
+    operating system gives it up when its process ends, however that happens, so that a lock file
+    of a dead process does not block. A device or a pipe is not locked.
+
+    Args:
+        path: the output.
+        part: the part of the output that is locked; different parts may be written at once.
+
+    Raises InputError when another process holds the lock, with its number and its machine, or
+    when the lock file cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        yield
+        return
+    name = f".{part}{LOCK}" if part else LOCK
+    file = path / name if path.is_dir() else path.with_name(f".{path.name}{name}")
+    lock = FileLock(file)
+    try:
+        if not file.parent.is_dir():  # filelock would make it
+            raise FileNotFoundError(errno.ENOENT, "no such folder")
+        lock.acquire(timeout=0)
+        file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+    except Timeout:
+        raise InputError(f"{path} is being written by {_holder(file)}: wait until it ends, or name another output") from None
+    except OSError as error:
+        raise InputError(f"cannot write into {path}: {(error.strerror or str(error)).lower()}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.write_text("")
+        lock.release()
+
+
+def _holder(file: Path) -> str:
+    """The process that holds a lock, for people."""
+    try:
+        holder = json.loads(file.read_text())
+        since = time.strftime("%H:%M:%S", time.localtime(holder["since"]))
+        return f"process {holder['pid']} on {holder['host']} (since {since})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

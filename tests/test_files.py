@@ -1,0 +1,102 @@
+"""Files that stay whole, and outputs that one process writes at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import InputError
+from eyas.files import locked_output, remove_leftovers, sha256_of_file, write_atomically
+
+HOLDER = """
+import sys, time
+from eyas.files import locked_output
+with locked_output(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock of an output until its stdin ends."""
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_second_process_is_refused_by_the_number_of_the_first(tmp_path: Path, kind: str) -> None:
+    """Two runs on one output wrote every line twice, and both ended with status 0. Every refused
+    attempt names the holder: one attempt must not destroy what the next one reads."""
+    path = tmp_path / "out"
+    if kind == "folder":
+        path.mkdir()
+    with hold(path) as process:
+        for _ in range(2):
+            with pytest.raises(InputError, match=rf"is being written by process {process.pid} on "), locked_output(path):
+                pass
+        process.communicate("")
+    with locked_output(path):
+        pass
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    """A lock file that outlives its process must not block the output for ever."""
+    with hold(tmp_path / "out") as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (tmp_path / ".out.lock").read_text()
+    with locked_output(tmp_path / "out"):
+        pass
+
+
+def test_parts_are_locked_one_by_one(tmp_path: Path) -> None:
+    refused = pytest.raises(InputError, match=f"process {os.getpid()} ")
+    with locked_output(tmp_path, "1"), locked_output(tmp_path, "2"), refused, locked_output(tmp_path, "1"):
+        pass
+
+
+def test_a_device_is_not_locked_and_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with locked_output("/dev/null"), locked_output("/dev/null"):
+        pass
+    with pytest.raises(InputError, match=r"cannot write into .*: no such folder"), locked_output(tmp_path / "no" / "out"):
+        pass
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """An exception in the middle of a write leaves the old file and no temporary one."""
+    path = tmp_path / "file"
+    with write_atomically(path) as stream:
+        stream.write(b"old")
+    with suppress(RuntimeError), write_atomically(path) as stream:
+        stream.write(b"half of the n")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_temporary_files_of_live_processes_stay(tmp_path: Path) -> None:
+    """A second run deleted what the first one was just writing."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        pass
+    live, dead, nameless = (tmp_path / f".state.pt.{pid}.tmp" for pid in (os.getppid(), gone.pid, "x"))
+    for path in (live, dead, nameless):
+        path.touch()
+    remove_leftovers(tmp_path, "other*")
+    assert len(os.listdir(tmp_path)) == 3
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [live.name]
+
+
+def test_sha256(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc" * 1000)
+    assert sha256_of_file(tmp_path / "file") == hashlib.sha256(b"abc" * 1000).hexdigest()

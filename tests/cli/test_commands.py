@@ -114,20 +114,21 @@ def test_no_command_shows_help(run: Run) -> None:
     assert "Usage" in run().output
 
 
-OWN = """
+OWN = '''
 from dataclasses import dataclass
 from eyas.drafters.vanilla import Method as Vanilla
 
 @dataclass(frozen=True)
 class Options:
-    courage: int = 3  # how much it dares
+    courage: int = 3
+    """How much it dares."""
 
 class Method(Vanilla):
     Options = Options
 
     def describe(self):
         return {"courage": self.options.courage}
-"""
+'''
 
 
 def test_a_method_of_the_users_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_a_method_of_the_users_own(run: Run, tmp_path: Path, monkeypatch: pytest
     result = run(*arguments, "--method", "own.drafter")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tree"] == {"courage": 7}
-    assert "how much it dares" in run("generate", "--method=own.drafter", "--help").output
+    assert "How much it dares" in run("generate", "--method=own.drafter", "--help").output
     assert run(*arguments, "--method", "vanilla").exit_code == 2
 
 

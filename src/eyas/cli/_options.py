@@ -9,13 +9,10 @@ say.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import rich_click as click
 from rich.markup import escape
@@ -238,24 +235,12 @@ class Flag(NamedTuple):
         return "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def flags_of(kind: type, prefix: str = "") -> Iterator[Flag]:
-    """Every field. What it is for is said by its metadata, else by the comment behind it in the source."""
-    defaults, hints, said = kind(), get_type_hints(kind), _comments(kind)
-    for field in fields(kind):
-        value = getattr(defaults, field.name)
-        if is_dataclass(value):
-            yield from flags_of(type(value), f"{prefix}{field.name}.")
-        else:
-            yield Flag(prefix + field.name, value, hints[field.name], str(field.metadata.get("help", said.get(field.name, ""))))
+def flags_of(kind: type) -> Iterator[Flag]:
+    """Every field, with the help that stands below it."""
+    from eyas.core.options import list_options
 
-
-def _comments(kind: type) -> dict[str, str]:
-    """Field name -> the comment on its line, for a dataclass whose source is at hand, and its bases."""
-    lines = list[str]()
-    for one in reversed(kind.__mro__[:-1]):
-        with suppress(OSError, TypeError):
-            lines += inspect.getsource(one).splitlines()
-    return {found[1]: found[2].strip() for line in lines if (found := re.match(r"\s+(\w+): .*?\s# (?!noqa|type:)(.+)$", line))}
+    for option in list_options(kind):
+        yield Flag(option.name, option.default, option.annotation, f"{option.use}: {option.help}" if option.use else option.help)
 
 
 def field_option(flag: Flag, panel: str, said: str) -> click.RichOption:

@@ -41,9 +41,13 @@ ROOM = 256  # slots behind the committed ones that most trees do with
 class Window:
     """What the draft's cache keeps of a long text (SEAGLE, section 3)."""
 
-    size: int | None = None  # last pairs that the draft sees, without the sinks; none: all (seagle: what the head was trained on)
-    sink: int = 4  # first pairs that it always sees
-    crop: Literal["halves", "last", "none"] = "halves"  # of a longer prompt it reads: first and last half of the window, the last part, all
+    size: int | None = None
+    """Last pairs that the draft sees, without the sinks; none: all (seagle: what the head was
+    trained on)."""
+    sink: int = 4
+    """First pairs that it always sees."""
+    crop: Literal["halves", "last", "none"] = "halves"
+    """Of a longer prompt it reads: first and last half of the window, the last part, all."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("size", self.size, 1), ("sink", self.sink, 0)):

@@ -42,14 +42,25 @@ NOISES, EXPANSIONS = ("shared", "none"), ("value", "confidence")
 class DynamicTree:
     """EAGLE-2's tree: expand the most probable nodes, then keep the best of all."""
 
-    nodes: int = 60  # verified per cycle, the root included
-    depth: int = 8  # most draft tokens on a path
-    branch: int = 10  # nodes expanded per level, and children of each
-    noise: str = "shared"  # sampling: rank children by what this run will draw (shared: the target's own noise), or by q alone (none)
-    expand: str = "value"  # which nodes are expanded: best by value (the whole path's probability), or by confidence (the node's own)
-    rerank: bool = True  # verify the best of everything drafted; false: of what was expanded, level by level
-    stop: float = 0.0  # no children for nodes whose path is not more probable than this
-    sharpness: float = 2.0  # a child's chance is held to be softmax(sharpness x log q), greedily or with known noise; 1: the paper's
+    nodes: int = 60
+    """Verified per cycle, the root included."""
+    depth: int = 8
+    """Most draft tokens on a path."""
+    branch: int = 10
+    """Nodes expanded per level, and children of each."""
+    noise: str = "shared"
+    """sampling: rank children by what this run will draw (shared: the target's own noise), or by q
+    alone (none)."""
+    expand: str = "value"
+    """Which nodes are expanded: best by value (the whole path's probability), or by confidence
+    (the node's own)."""
+    rerank: bool = True
+    """Verify the best of everything drafted; false: of what was expanded, level by level."""
+    stop: float = 0.0
+    """No children for nodes whose path is not more probable than this."""
+    sharpness: float = 2.0
+    """A child's chance is held to be softmax(sharpness x log q), greedily or with known noise; 1:
+    the paper's."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "branch"):

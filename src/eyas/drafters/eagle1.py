@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss
+from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window, check_sizes, head_of, own_table, shape_like, shape_of
@@ -47,8 +48,12 @@ SIBLINGS, VERIFICATIONS = ("drawn", "shared"), ("token", "block")
 class StaticTree:
     """Which tree EAGLE-1 drafts."""
 
-    choices: str | Choices = "reference"  # "reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks
-    noise: str = "drawn"  # sampling: siblings are drawn from q (drawn, the paper's), or chosen by what this run will draw (shared)
+    choices: str | Choices = "reference"
+    """"reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of
+    ranks."""
+    noise: str = "drawn"
+    """sampling: siblings are drawn from q (drawn, the paper's), or chosen by what this run will
+    draw (shared)."""
 
     def __post_init__(self) -> None:
         if self.noise not in SIBLINGS:
@@ -83,7 +88,8 @@ NOISES = ("uniform", "reference", "none")
 class NewHead:
     """What a head is like whose training begins. A trained head brings its own."""
 
-    inputs: str = "shifted"  # new heads only: what is read: shifted (EAGLE), or one of its ablation: unshifted, feature, token
+    inputs: Annotated[str, NEW_HEADS] = "shifted"
+    """What is read: shifted (EAGLE), or one of its ablation: unshifted, feature, token."""
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -96,7 +102,8 @@ class HeadOptions:
 
     window: Window = field(default_factory=Window)
     head: NewHead = field(default_factory=NewHead)
-    noise: str = "uniform"  # training only, added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none
+    noise: Annotated[str, TRAINING] = "uniform"
+    """Added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none."""
 
     def __post_init__(self) -> None:
         if self.noise not in NOISES:
@@ -108,7 +115,8 @@ class Options(HeadOptions):
     """Flags of eagle1."""
 
     tree: StaticTree = field(default_factory=StaticTree)
-    verification: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+    verification: str = "token"
+    """Sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ draft.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Batch, CycleInput, Loss, Shape
+from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
@@ -43,9 +44,13 @@ LARGEST_DRAFT_VOCABULARY = 32_000  # unless asked for otherwise; the paper's
 class TrainingTimeTest:
     """How the net practises what it will do in the tree. Training only."""
 
-    steps: int = 7  # training only: guesses from each slot, each from the one before
-    decay: float = 0.8  # training only: step i weighs decay ** i
-    feature: float = 0.0  # training only: weight of a smooth L1 that ties what the head reads to what the target's reads (EAGLE-1's way)
+    steps: Annotated[int, TRAINING] = 7
+    """Guesses from each slot, each from the one before."""
+    decay: Annotated[float, TRAINING] = 0.8
+    """Step i weighs decay ** i."""
+    feature: Annotated[float, TRAINING] = 0.0
+    """Weight of a smooth L1 that ties what the head reads to what the target's reads (EAGLE-1's
+    way)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
@@ -60,10 +65,14 @@ class TrainingTimeTest:
 class NewHead:
     """What a head is like whose training begins. A trained head brings its own."""
 
-    layers: str = "auto"  # new heads only: whose inputs are fused, like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3
-    draft_vocab: int | None = None  # new heads only: tokens that the head can draft, the most frequent ones; none: at most 32,000
-    fc_norm: bool = False  # new heads only: norm each layer's features before fusing them (EAGLE-3.1)
-    norm_output: bool = False  # new heads only: hand on the normed hidden (EAGLE-3.1)
+    layers: Annotated[str, NEW_HEADS] = "auto"
+    """Whose inputs are fused, like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3."""
+    draft_vocab: Annotated[int | None, NEW_HEADS] = None
+    """Tokens that the head can draft, the most frequent ones; none: at most 32,000."""
+    fc_norm: Annotated[bool, NEW_HEADS] = False
+    """Norm each layer's features before fusing them (EAGLE-3.1)."""
+    norm_output: Annotated[bool, NEW_HEADS] = False
+    """Hand on the normed hidden (EAGLE-3.1)."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 1:

@@ -15,7 +15,7 @@ Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidde
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss, Shape
+from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window, own_table, shape_like, shape_of
@@ -43,9 +44,12 @@ ARCHES = ("mlp", "prefix-mlp")
 class NewHeads:
     """What heads are like whose training begins. Trained heads bring their own."""
 
-    count: int = 4  # new heads only: how many; each foretells one token further
-    blocks: int = 1  # new heads only: residual blocks in each
-    arch: Literal["mlp", "prefix-mlp"] = "mlp"  # new heads only: on the target's feature, or on a layer over all features so far (Hydra++)
+    count: Annotated[int, NEW_HEADS] = 4
+    """How many; each foretells one token further."""
+    blocks: Annotated[int, NEW_HEADS] = 1
+    """Residual blocks in each."""
+    arch: Annotated[Literal["mlp", "prefix-mlp"], NEW_HEADS] = "mlp"
+    """On the target's feature, or on a layer over all features so far (Hydra++)."""
 
     def __post_init__(self) -> None:
         for name in ("count", "blocks"):
@@ -61,9 +65,11 @@ class Options:
     """Flags of hydra."""
 
     tree: HeadTree = field(default_factory=HeadTree)
-    window: Window = field(default_factory=Window)  # of Hydra++'s layer
+    window: Window = field(default_factory=Window)
+    """Of Hydra++'s layer."""
     head: NewHeads = field(default_factory=NewHeads)
-    objective: Objective = "law"  # training only, what a head learns: the tokens of the data, or the target's law of them
+    objective: Annotated[Objective, TRAINING] = "law"
+    """What a head learns: the tokens of the data, or the target's law of them."""
 
     def __post_init__(self) -> None:
         check_objective(self.objective)

@@ -48,10 +48,14 @@ __all__ = ["Lookahead", "Method", "Pool"]
 class Lookahead:
     """The shape of window and branch; the defaults are the paper's for a model of 7B (table 2: W = G = 15, N = 5)."""
 
-    width: int = 15  # columns of the window (W): new n-grams per cycle
-    ngram: int = 5  # tokens of an n-gram (N); the window has one level less
-    guesses: int = 15  # n-grams verified per cycle (G), and kept for each first token
-    prompt: bool = True  # the n-grams of the prompt enter the pool too
+    width: int = 15
+    """Columns of the window (W): new n-grams per cycle."""
+    ngram: int = 5
+    """Tokens of an n-gram (N); the window has one level less."""
+    guesses: int = 15
+    """N-grams verified per cycle (G), and kept for each first token."""
+    prompt: bool = True
+    """The n-grams of the prompt enter the pool too."""
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("ngram", 2), ("guesses", 1)):

@@ -17,7 +17,7 @@ Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
@@ -53,9 +54,13 @@ NOISES = ("shared", "none")
 class HeadTree(StaticTree):
     """Which tree the heads draft."""
 
-    choices: str | Choices = "reference"  # reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file
-    nodes: int | None = None  # of a dynamic tree: verified per cycle, the root included; none: 60
-    noise: str = "shared"  # sampling: rank children by what this run will draw (shared: the target's own noise), or by q alone (none)
+    choices: str | Choices = "reference"
+    """Reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file."""
+    nodes: int | None = None
+    """Of a dynamic tree: verified per cycle, the root included; none: 60."""
+    noise: str = "shared"
+    """sampling: rank children by what this run will draw (shared: the target's own noise), or by q
+    alone (none)."""
 
     def __post_init__(self) -> None:
         if self.nodes is not None and self.choices != "dynamic":
@@ -84,9 +89,12 @@ class HeadTree(StaticTree):
 class NewHeads:
     """What heads are like whose training begins. Trained heads bring their own."""
 
-    count: int = 4  # new heads only: how many; each foretells one token further
-    blocks: int = 1  # new heads only: residual blocks in each
-    output: Literal["own", "target"] = "own"  # new heads only: lm_heads of their own, which are trained, or the target's for all
+    count: Annotated[int, NEW_HEADS] = 4
+    """How many; each foretells one token further."""
+    blocks: Annotated[int, NEW_HEADS] = 1
+    """Residual blocks in each."""
+    output: Annotated[Literal["own", "target"], NEW_HEADS] = "own"
+    """Lm_heads of their own, which are trained, or the target's for all."""
 
     def __post_init__(self) -> None:
         for name in ("count", "blocks"):
@@ -103,7 +111,8 @@ class Options:
 
     tree: HeadTree = field(default_factory=HeadTree)
     head: NewHeads = field(default_factory=NewHeads)
-    objective: Objective = "tokens"  # training only, what a head learns: the tokens of the data, or the target's law of them
+    objective: Annotated[Objective, TRAINING] = "tokens"
+    """What a head learns: the tokens of the data, or the target's law of them."""
 
     def __post_init__(self) -> None:
         check_objective(self.objective)

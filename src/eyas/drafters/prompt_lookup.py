@@ -27,11 +27,16 @@ PICKS = ("newest", "oldest")
 class Lookup:
     """What is looked up, and how much is proposed."""
 
-    longest: int = 3  # most tokens that are looked up
-    shortest: int = 1  # fewest tokens that are looked up, when longer ones were not found
-    depth: int = 10  # draft tokens that a match proposes
-    matches: int = 1  # at most that many matches are proposed, as a trie
-    pick: Literal["newest", "oldest"] = "newest"  # which matches, of several
+    longest: int = 3
+    """Most tokens that are looked up."""
+    shortest: int = 1
+    """Fewest tokens that are looked up, when longer ones were not found."""
+    depth: int = 10
+    """Draft tokens that a match proposes."""
+    matches: int = 1
+    """At most that many matches are proposed, as a trie."""
+    pick: Literal["newest", "oldest"] = "newest"
+    """Which matches, of several."""
 
     def __post_init__(self) -> None:
         check_whole("lookup", 1, longest=self.longest, shortest=self.shortest, depth=self.depth, matches=self.matches)

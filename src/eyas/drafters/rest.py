@@ -34,11 +34,16 @@ RANDOM_TOKENS = 4096
 class Retrieval:
     """What is looked up, and how much is proposed."""
 
-    longest: int = 16  # most tokens that are looked up
-    shortest: int = 2  # fewest tokens that are looked up, when longer ones were not found
-    samples: int = 512  # continuations that are counted, of however many there are
-    nodes: int = 60  # verified per cycle, the root included
-    depth: int = 10  # most draft tokens on a path
+    longest: int = 16
+    """Most tokens that are looked up."""
+    shortest: int = 2
+    """Fewest tokens that are looked up, when longer ones were not found."""
+    samples: int = 512
+    """Continuations that are counted, of however many there are."""
+    nodes: int = 60
+    """Verified per cycle, the root included."""
+    depth: int = 10
+    """Most draft tokens on a path."""
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in ("longest", "shortest", "samples", "nodes", "depth")}
@@ -55,7 +60,8 @@ class Retrieval:
 class Options:
     """Flags of rest."""
 
-    datastore: str | None = None  # folder that `eyas datastore build` made
+    datastore: str | None = None
+    """Folder that `eyas datastore build` made."""
     rest: Retrieval = field(default_factory=Retrieval)
 
 

@@ -38,7 +38,9 @@ SEARCHED = "greedy 1, own text 4 x 64"  # what a remembered result was found by
 class Options(small_model.DraftOptions):
     """Flags of self_speculative."""
 
-    skip: str = "auto"  # parts that the draft does without: 3,5a,7m (layers, their attention, their MLP), exit:N (all from N on), auto
+    skip: str = "auto"
+    """Parts that the draft does without: 3,5a,7m (layers, their attention, their MLP), exit:N (all
+    from N on), auto."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

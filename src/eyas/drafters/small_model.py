@@ -58,9 +58,14 @@ class Chain(StaticTree):
 class Dynamic:
     """EAGLE-2's tree, where nodes are given."""
 
-    nodes: int | None = None  # a dynamic tree of --depth, with so many nodes verified per cycle, the root included; none: the static tree
-    branch: int = 4  # of the dynamic tree: nodes expanded per level, and children of each
-    noise: str = "shared"  # of the dynamic tree, sampling: rank children by what this run will draw (shared), or by q alone (none)
+    nodes: int | None = None
+    """A dynamic tree of --depth, with so many nodes verified per cycle, the root included; none:
+    the static tree."""
+    branch: int = 4
+    """Of the dynamic tree: nodes expanded per level, and children of each."""
+    noise: str = "shared"
+    """Of the dynamic tree, sampling: rank children by what this run will draw (shared), or by q
+    alone (none)."""
 
     @property
     def wanted(self) -> bool:
@@ -71,9 +76,12 @@ class Dynamic:
 class DraftOptions:
     """Flags of every method that drafts with a language model."""
 
-    depth: int | None = None  # draft tokens of the chain, or most on a path of the dynamic tree; none: 5
-    confidence: float = 0.0  # nothing is drafted behind a token that the draft gives less probability
-    verification: str = "token"  # sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)
+    depth: int | None = None
+    """Draft tokens of the chain, or most on a path of the dynamic tree; none: 5."""
+    confidence: float = 0.0
+    """Nothing is drafted behind a token that the draft gives less probability."""
+    verification: str = "token"
+    """Sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
     tree: Chain = field(default_factory=Chain)
     dynamic: Dynamic = field(default_factory=Dynamic)
 
@@ -103,8 +111,10 @@ class DraftOptions:
 class NetShape:
     """A new model, when one is trained."""
 
-    layers: int = 4  # of a new model: decoder layers
-    width: int = 128  # of a new model: hidden size, a multiple of 32
+    layers: int = 4
+    """Of a new model: decoder layers."""
+    width: int = 128
+    """Of a new model: hidden size, a multiple of 32."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 32 or self.width % 32:

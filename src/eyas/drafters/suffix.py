@@ -37,9 +37,12 @@ PRIOR = 4.0  # what the first guess of an escape weighs, in matches
 class SuffixTree:
     """How much is proposed."""
 
-    nodes: int = 16  # verified per cycle, the root included
-    depth: int = 12  # most draft tokens on a path
-    branch: int = 4  # most children that one match gives a node
+    nodes: int = 16
+    """Verified per cycle, the root included."""
+    depth: int = 12
+    """Most draft tokens on a path."""
+    branch: int = 4
+    """Most children that one match gives a node."""
 
     def __post_init__(self) -> None:
         check_whole("suffix", 1, nodes=self.nodes, depth=self.depth, branch=self.branch)

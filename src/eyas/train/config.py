@@ -31,31 +31,56 @@ class TrainConfig:
     learning rate of 3e-5 was for 800,000 steps, shorter runs want a higher one.
     """
 
-    lr: float = 5e-4  # the highest learning rate, after warm-up
-    min_lr_share: float = 0.05  # where the schedule ends, as a share of lr
-    schedule: Literal["linear", "cosine", "constant"] = "linear"  # how lr falls after warm-up
-    warmup_steps: int | None = None  # linear rise to lr; None: a twentieth of the steps, at most 2,000
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the net, at the same lr; AdamW for all other weights
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    weight_decay: float = 0.0  # share of lr by which each update shrinks the weights
-    clip: float = 0.5  # largest norm of the gradient; 0 = no clipping
-    steps: int | None = None  # updates of the weights
-    epochs: float | None = None  # passes over the training examples
-    tokens: int | None = None  # tokens read, padding not counted
-    batch_tokens: int = 8192  # tokens of a batch, padding included
-    accumulation: int = 1  # batches of a step, of all processes together
-    max_length: int = 2048  # tokens of an example (used by data.read)
-    heldout: float = 0.05  # share of the lines kept apart (used by data.read)
-    heldout_tokens: int = 50_000  # tokens of an evaluation, at most about
-    precision: Literal["auto", "bf16", "float32"] = "auto"  # bf16: autocast, weights stay float32; auto: where the machine has bf16
-    checkpointing: bool = False  # work out a step's activations again in the backward: less memory, more time
-    parallel: Literal["fsdp", "ddp"] = "fsdp"  # several processes (torchrun): each holds a part of the weights, or all of them
-    seed: int = 0  # of a new head's weights, the order of the data and the noise in the loss
-    eval_every: int = 200  # steps between evaluations; 0 = at the end only
-    save_every: int = 200  # steps between saved states; 0 = at the end only
-    log_every: int = 10  # steps that a line of the log is the mean of
-    patience: int = 0  # evaluations without a better held-out loss after which the run ends; 0 = never
-    log: str = ""  # where else than log.jsonl the losses go: tensorboard, wandb, or both with a comma
+    lr: float = 5e-4
+    """The highest learning rate, after warm-up."""
+    min_lr_share: float = 0.05
+    """Where the schedule ends, as a share of lr."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How lr falls after warm-up."""
+    warmup_steps: int | None = None
+    """Linear rise to lr; None: a twentieth of the steps, at most 2,000."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices inside the net, at the same lr; AdamW for all other weights."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Share of lr by which each update shrinks the weights."""
+    clip: float = 0.5
+    """Largest norm of the gradient; 0 = no clipping."""
+    steps: int | None = None
+    """Updates of the weights."""
+    epochs: float | None = None
+    """Passes over the training examples."""
+    tokens: int | None = None
+    """Tokens read, padding not counted."""
+    batch_tokens: int = 8192
+    """Tokens of a batch, padding included."""
+    accumulation: int = 1
+    """Batches of a step, of all processes together."""
+    max_length: int = 2048
+    """Tokens of an example (used by data.read)."""
+    heldout: float = 0.05
+    """Share of the lines kept apart (used by data.read)."""
+    heldout_tokens: int = 50_000
+    """Tokens of an evaluation, at most about."""
+    precision: Literal["auto", "bf16", "float32"] = "auto"
+    """bf16: autocast, weights stay float32; auto: where the machine has bf16."""
+    checkpointing: bool = False
+    """Work out a step's activations again in the backward: less memory, more time."""
+    parallel: Literal["fsdp", "ddp"] = "fsdp"
+    """Several processes (torchrun): each holds a part of the weights, or all of them."""
+    seed: int = 0
+    """Of a new head's weights, the order of the data and the noise in the loss."""
+    eval_every: int = 200
+    """Steps between evaluations; 0 = at the end only."""
+    save_every: int = 200
+    """Steps between saved states; 0 = at the end only."""
+    log_every: int = 10
+    """Steps that a line of the log is the mean of."""
+    patience: int = 0
+    """Evaluations without a better held-out loss after which the run ends; 0 = never."""
+    log: str = ""
+    """Where else than log.jsonl the losses go: tensorboard, wandb, or both with a comma."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):

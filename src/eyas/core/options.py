@@ -1,0 +1,64 @@
+"""The options of a method or of a training, as a dataclass: their names, types, defaults and help.
+
+A field's help is the docstring below it. `Annotated[int, TRAINING]` marks an option that has no
+effect unless a head is trained, `Annotated[int, NEW_HEADS]` one that describes a head that is yet
+to be made. This module knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+__all__ = ["NEW_HEADS", "TRAINING", "Option", "list_options"]
+
+TRAINING = "training only"
+NEW_HEADS = "new heads only"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of an options dataclass, or of a dataclass in it."""
+
+    name: str
+    """Dotted: the field `nodes` of the field `tree` is `tree.nodes`."""
+    default: Any
+    annotation: Any
+    """The type, without Annotated."""
+    help: str
+    use: str
+    """Where the option has an effect: TRAINING, NEW_HEADS or "" (everywhere)."""
+
+    @property
+    def shown_default(self) -> str:
+        """The default value, for people."""
+        if self.default is None:
+            return "none"
+        return ",".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
+
+def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
+    """Every option of an options dataclass, in the order of the fields."""
+    defaults = kind()
+    hints = get_type_hints(kind, include_extras=True)
+    described = _docstrings(kind)
+    for field in fields(kind):
+        default = getattr(defaults, field.name)
+        if is_dataclass(default):
+            yield from list_options(type(default), f"{prefix}{field.name}.")
+            continue
+        annotation, *marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
+        use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
+        yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass and of its bases; none without source code."""
+    from docstring_parser import parse_from_object
+
+    described: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        params = parse_from_object(base).params
+        described |= {p.arg_name: " ".join((p.description or "").split()) for p in params}
+    return described

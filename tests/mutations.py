@@ -1,43 +1,53 @@
-"""Mutations of the shipped source, each with the check that must find it; and the program that tries them.
+"""Mistakes that somebody could make, each with the check that must find it; and the program that tries them.
 
-    python tests/mutations.py FOLDER     one JSON line per trial: {"trial": name, "outcome": "passed" | "assertion" | "error", "words": ...}
+    python tests/mutations.py     one JSON line per trial: {"trial": name, "outcome": "passed" | "assertion" | "error", "words": ...}
 
-A trial copies src/eyas into FOLDER, edits one snippet, and runs one check of the test files against that copy in a process of its own,
-forked from one that has already imported torch and transformers but nothing of eyas. The trials of ORIGINAL edit nothing and must pass.
+A trial runs one check of the test files in a process of its own, into which the package is imported with the mistake (rewriting.py). The
+processes are forked from one that has already imported torch and transformers but nothing of eyas. The trials of ORIGINAL change nothing
+and must pass.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
-import shutil
+import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rewriting import Change, install, patch, rewrite
+
 TESTS = Path(__file__).resolve().parent
-SOURCE = TESTS.parent / "src" / "eyas"
+SOURCE = TESTS.parent / "src"
 ORIGINAL = "original: "
-LIMIT_SECONDS = 60
+CPU_SECONDS = 120  # of one trial; most take one
 
 Check = tuple[str, str, tuple[Any, ...]]  # module of the tests, function, arguments
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One mistake that somebody could make."""
+    """One mistake."""
 
     name: str
-    file: str  # below src/eyas
-    old: str  # occurs exactly once
-    new: str
     check: Check
+    changes: tuple[Change, ...]
     words: str = ""  # what the failed assertion says, where it says something
+
+
+def mutation(name: str, check: Check, *changes: Change, words: str = "") -> Mutation:
+    return Mutation(name, check, changes, words)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------------------------
 
 
 def chosen(tree: str) -> Check:
@@ -68,351 +78,430 @@ LAW = "the law of the first"
 OTHER_IDS = "other ids than plain decoding"
 OTHER_POSITION = "position that is not the tree's"
 
+
+# --- functions in the place of the shipped ones ----------------------------------------------------------------------------------------
+
+Wrap = Callable[[Any], Any]
+
+
+def on_other_arguments(change: Callable[..., tuple[Any, ...]]) -> Wrap:
+    """The function is called with what `change` makes of its arguments."""
+    return lambda original: lambda *arguments: original(*change(*arguments))
+
+
+def with_other_tree(fields: Callable[..., dict[str, Any]]) -> Wrap:
+    """The first argument is a tree: these fields of it are others, worked out from all arguments."""
+    return on_other_arguments(lambda tree, *rest: (replace(tree, **fields(tree, *rest)), *rest))
+
+
+def of_the_row_before(noise: Any) -> Any:
+    """Each row has the seed of the row before it."""
+    other = copy.copy(noise)
+    other.seed_B = noise.seed_B.roll(1)
+    return other
+
+
+def rolled(accepts: Any) -> Any:
+    """Each row's accept tests are made with the noise of the row before it."""
+
+    def mutant(noise: Any, *arguments: Any) -> Any:
+        return accepts(noise, *(a.roll(1, 0) if isinstance(a, torch.Tensor) else a for a in arguments)).roll(-1, 0)
+
+    return mutant
+
+
+def residual(renormalised: bool, guarded: bool) -> Wrap:
+    """max(0, p - q), with or without its norm; p where it has no mass, or nothing of the kind."""
+
+    def mutant(p_BV: Any, q_BV: Any) -> Any:
+        rest_BV = (p_BV - q_BV).clamp(min=0)
+        mass_B1 = rest_BV.sum(-1, keepdim=True)
+        result_BV = rest_BV / mass_B1 if renormalised else rest_BV
+        return torch.where(mass_B1 > 0, result_BV, p_BV) if guarded else result_BV
+
+    return lambda original: mutant
+
+
+def bonus_of_the_node_before(follow: Any) -> Any:
+    """The bonus is what was drawn at the parent of the last accepted node."""
+
+    def mutant(tree: Any, tokens_BN: Any, draw_BN: Any) -> Any:
+        accepted_BN, _ = follow(tree, tokens_BN, draw_BN)
+        last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+        return accepted_BN, draw_BN.gather(1, tree.parents_BN.gather(1, last_B1).clamp(min=0))[:, 0]
+
+    return mutant
+
+
+def from_the_last(children: Any) -> Any:
+    """Siblings are tried in reverse order."""
+    return lambda *arguments: [(k, *rest) for k, (_, *rest) in enumerate(reversed(children(*arguments)))]
+
+
+def temperature_squared(apply_sampling: Any) -> Any:
+    def mutant(logits: Any, sampling: Any, *rest: Any) -> Any:
+        return apply_sampling(logits, replace(sampling, temperature=sampling.temperature**2), *rest)
+
+    return mutant
+
+
+def temperature_before_sampling(process: Any) -> Any:
+    """The loop divides by the temperature, and sampling does again."""
+
+    def mutant(decoder: Any, logits_BNV: Any, draft: Any, roots: Any) -> Any:
+        temperature_B = torch.tensor([s.temperature or 1.0 for s in roots.sampling])
+        return process(decoder, logits_BNV / temperature_B[:, None, None], draft, roots)
+
+    return mutant
+
+
+def only_the_history(seen: Any) -> Any:
+    return lambda tree, tokens_BN, history_BV: history_BV[:, None].expand(-1, tree.nodes, -1)
+
+
+RAW: list[Any] = []
+
+
+def remembered(apply_sampling: Any) -> Any:
+    """Keeps raw logits."""
+
+    def mutant(logits_NV: Any, *rest: Any) -> Any:
+        RAW.append(logits_NV)
+        return apply_sampling(logits_NV, *rest)
+
+    return mutant
+
+
+def bonus_from_raw_logits(verify: Any) -> Any:
+    """The bonus is drawn from logits to which no sampling was applied."""
+
+    def mutant(draft: Any, scores_BNV: Any, position_B: Any, noise: Any) -> Any:
+        from eyas.core.tree import Draft, Tree
+
+        verdict = verify(draft, scores_BNV, position_B, noise)
+        raw_BNV = torch.stack(RAW[-len(scores_BNV) :]).float()
+        last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
+        raw_B1V = raw_BNV.gather(1, last_B1[..., None].expand(-1, -1, raw_BNV.shape[-1]))
+        root = Draft(Tree.chain(len(last_B1), 1), last_B1)
+        return replace(verdict, bonus_B=verify(root, raw_B1V, position_B + verdict.length_B - 1, noise).bonus_B)
+
+    return mutant
+
+
+def siblings_by_q(grow: Any) -> Any:
+    """Siblings without children are sorted by q, not left in the order in which they were drawn."""
+
+    def mutant(*arguments: Any, **options: Any) -> Any:
+        draft = grow(*arguments, **options)
+        parents, tokens_BN = draft.tree.parents_BN[0].tolist(), draft.tokens_BN.clone()
+        for parent in set(parents) - {-1}:
+            siblings = [n for n, p in enumerate(parents) if p == parent and n not in parents]
+            token_BK = draft.tokens_BN[:, siblings]
+            order_BK = draft.q_BNV[:, parent].gather(1, token_BK).argsort(-1, descending=True)
+            tokens_BN[:, siblings] = token_BK.gather(1, order_BK)
+        return replace(draft, tokens_BN=tokens_BN)
+
+    return mutant
+
+
+def q_without_temperature(grow: Any) -> Any:
+    """The draft says q as it was before the row's temperature was applied to it."""
+
+    def mutant(growth: Any, roots: Any, *rest: Any) -> Any:
+        draft = grow(growth, roots, *rest)
+        temperature_B = torch.tensor([s.temperature for s in roots.sampling])
+        return replace(draft, q_BNV=(draft.q_BNV.log() * temperature_B[:, None, None]).softmax(-1))
+
+    return mutant
+
+
+# --- the list --------------------------------------------------------------------------------------------------------------------------
+
 MUTATIONS = (
-    # raw instead of processed logits for the bonus
-    Mutation(
+    # raw instead of processed logits
+    mutation(
         "raw logits for the bonus",
-        "core/engine.py",
-        "            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)\n",
-        """            verdict = self.verify(draft, scores_BNV, roots.position_B, roots.noise)
-            last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
-            raw_B1V = seen.logits_BNV.gather(1, last_B1[..., None].expand(-1, -1, seen.logits_BNV.shape[-1])).float()
-            end = verify(Draft(Tree.chain(len(last_B1), 1), last_B1), raw_B1V, roots.position_B + verdict.length_B - 1, roots.noise)
-            verdict = Verdict(verdict.path_BP, verdict.tokens_BP, verdict.length_B, end.bonus_B)
-""",
         ids("eagle2"),
-        OTHER_IDS,
+        patch("core.sampling:apply_sampling", remembered),
+        patch("core.verify:verify", bonus_from_raw_logits),
+        words=OTHER_IDS,
     ),
-    Mutation(
+    mutation(
         "raw logits for the first token",
-        "core/engine.py",
-        "process(self._prefill(b, request.prompt)[None], request.sampling, *self._first_context(request))",
-        "self._prefill(b, request.prompt)[None].float()",
         ids("vanilla"),
-        OTHER_IDS,
+        rewrite("core.engine:Decoder._join", "apply_sampling(LOGITS, ...)", "LOGITS.float()"),
+        words=OTHER_IDS,
     ),
-    Mutation(
+    # what rejection leaves of p and q
+    mutation(
         "the bonus from p, not from what rejection left of it",
-        "core/verify.py",
-        "torch.where(newly_B[:, None], p_BV, final_BV)",
-        "torch.where(newly_B[:, None], scores_BNV[rows, node_B].softmax(-1), final_BV)",
         drawn("pair"),
-        LAW,
+        rewrite(
+            "core.verify:_reject",
+            "torch.where(NEWLY[:, None], REST, FINAL)",
+            "torch.where(NEWLY[:, None], SCORES[ROWS, NODE].softmax(-1), FINAL)",
+            "SCORES[ROWS, NODE].softmax(-1)",
+        ),
+        words=LAW,
     ),
-    # no renormalisation after a rejected sibling
-    Mutation(
-        "no renormalisation of p",
-        "core/verify.py",
-        "mass_B1 > 0, rest_BV / mass_B1, p_BV",
-        "mass_B1 > 0, rest_BV, p_BV",
-        drawn("three", "far"),
-        LAW,
+    mutation("no renormalisation of p", drawn("three", "far"), patch("core.verify:_residual", residual(False, True)), words=LAW),
+    mutation(
+        "no renormalisation of q",
+        drawn("pair"),
+        patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV.scatter(1, token_B[:, None], 0.0)),
+        words=LAW,
     ),
-    Mutation(
-        "no renormalisation of q", "core/verify.py", "mass_B1 > 0, rest_BV / mass_B1, 0.0", "mass_B1 > 0, rest_BV, 0.0", drawn("pair"), LAW
-    ),
-    Mutation(
+    mutation(
         "0 / 0 where rounding leaves no residual",
-        "core/verify.py",
-        "torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)",
-        "rest_BV / mass_B1",
         ("core.test_verify", "test_no_residual_mass", ()),
+        patch("core.verify:_residual", residual(True, False)),
     ),
-    # q not restricted after a sibling
-    Mutation(
+    mutation(
         "q not restricted after a sibling",
-        "core/verify.py",
-        "q_BV = torch.where(refused_B, _without(q_BV, token_B), q_BV)",
-        "pass",
         drawn("pair"),
-        LAW,
+        patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV),
+        words=LAW,
     ),
-    Mutation(
-        "a sibling that q cannot have drawn is tried", "core/verify.py", " & (q_BV[rows, token_B] > 0)", "", drawn("three", "two"), LAW
+    mutation(
+        "a sibling that q cannot have drawn is tried",
+        drawn("three", "two"),
+        rewrite("core.verify:_reject", "TESTED & (Q[ROWS, TOKEN] > 0)", "TESTED"),
+        words=LAW,
     ),
-    # off-by-one bonus position
-    Mutation(
-        "bonus position off by one", "core/verify.py", "bonus_position_B = position_B + 1\n", "bonus_position_B = position_B\n", SLOW_DRAWN
+    # positions of the noise
+    mutation(
+        "bonus position off by one",
+        SLOW_DRAWN,
+        rewrite("core.verify:_reject", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)"),
     ),
-    Mutation(
+    mutation(
         "bonus position stays at the root's",
-        "core/verify.py",
-        "torch.where(ended_B, bonus_position_B, bonus_position_B + 1)",
-        "bonus_position_B",
         drawn("chain", "far"),
-        LAW,
+        rewrite("core.verify:_reject", "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
+        words=LAW,
     ),
-    Mutation(
+    mutation(
         "target positions off by one",
-        "core/verify.py",
-        "torch.arange(1, tree.max_depth + 2,",
-        "torch.arange(tree.max_depth + 1,",
         ids("vanilla"),
-        OTHER_IDS,
+        patch("core.verify:_draw", on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B - 1, noise))),
+        words=OTHER_IDS,
     ),
-    Mutation(
+    mutation(
         "noise of the next depth",
-        "core/verify.py",
-        "torch.arange(1, tree.max_depth + 2,",
-        "torch.arange(2, tree.max_depth + 3,",
         chosen("chain"),
-        OTHER_POSITION,
+        patch("core.verify:_draw", on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B + 1, noise))),
+        words=OTHER_POSITION,
     ),
-    Mutation(
-        "the bonus of the node before the last",
-        "core/verify.py",
-        "draw_BN.gather(1, last_B1)[:, 0]",
-        "draw_BN.gather(1, tree.parents_BN.gather(1, last_B1).clamp(min=0))[:, 0]",
-        chosen("chain"),
-        LAW,
-    ),
-    # children tried under the wrong parent
-    Mutation(
+    mutation("the bonus of the node before the last", chosen("chain"), patch("core.verify:_follow", bonus_of_the_node_before), words=LAW),
+    # which nodes are tried and accepted
+    mutation(
         "children under the wrong parent, chosen",
-        "core/verify.py",
-        "tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))",
-        "tokens_BN == draw_BN.gather(1, (tree.parents_BN - (tree.depth_BN > 1).long()).clamp(min=0))",
         chosen("binary"),
-        LAW,
+        patch("core.verify:_follow", with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()})),
+        words=LAW,
     ),
-    Mutation(
+    mutation(
         "children under the wrong parent, drawn",
-        "core/verify.py",
-        "(tree.parents_BN == node_B[:, None])",
-        "(tree.depth_BN == tree.depth_BN.gather(1, node_B[:, None]) + 1)",
         drawn("mixed"),
-        LAW,
+        patch(
+            "core.verify:_children",
+            with_other_tree(
+                lambda tree, node_B: {
+                    "parents_BN": torch.where(
+                        tree.depth_BN == tree.depth_BN.gather(1, node_B[:, None]) + 1, node_B[:, None], tree.parents_BN
+                    )
+                }
+            ),
+        ),
+        words=LAW,
     ),
-    Mutation("scouts are accepted", "core/verify.py", "clamp(min=0))) & tree.candidate_BN", "clamp(min=0)))", chosen("scouts"), LAW),
-    # temperature applied twice
-    Mutation(
-        "temperature twice, in process",
-        "core/sampling.py",
-        "scores_NV / sampling.temperature",
-        "scores_NV / sampling.temperature**2",
-        PROCESSORS,
+    mutation(
+        "scouts are accepted",
+        chosen("scouts"),
+        patch("core.verify:_follow", with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)})),
+        words=LAW,
     ),
-    Mutation(
-        "temperature twice, in the loop",
-        "core/engine.py",
-        "process(logits_BNV[b], roots.sampling[b],",
-        "process(logits_BNV[b] / (roots.sampling[b].temperature or 1), roots.sampling[b],",
-        ids("eagle2"),
-        OTHER_IDS,
-    ),
-    Mutation(
-        "a penalty that does not see the drafted tokens",
-        "core/engine.py",
-        "draft.tree.seen(draft.tokens_BN, roots.history_BV)",
-        "roots.history_BV[:, None].expand(-1, draft.tree.nodes, -1)",
-        ("test_exact_pipeline", "check_penalty", ()),
-        OTHER_IDS,
-    ),
-    # duplicate siblings followed to the longest
-    Mutation(
+    mutation(
         "duplicate siblings followed to the longest",
-        "core/verify.py",
-        'torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")',
-        "pass",
         ("core.test_verify", "test_siblings_must_differ", (False,)),
-        "two siblings with one token were verified",
+        patch("core.verify:_twins", lambda twins: lambda *arguments: torch.zeros_like(twins(*arguments))),
+        words="two siblings with one token were verified",
     ),
-    # drawn siblings re-sorted by q
-    Mutation(
-        "drawn siblings sorted by q",
-        "drafters/_grow.py",
-        "        key_BQK, token_BQK = key_BQV.topk(level.width)\n",
-        """        key_BQK, token_BQK = key_BQV.topk(level.width)
-        order_BQK = scores_BQV.gather(-1, token_BQK).argsort(-1, descending=True)
-        key_BQK, token_BQK = key_BQK.gather(-1, order_BQK), token_BQK.gather(-1, order_BQK)
-""",
-        grown("pair", "T=1"),
-        LAW,
-    ),
-    Mutation(
-        "drawn siblings tried from the last",
-        "core/verify.py",
-        "rank_BN = child_BN.cumsum(-1)\n    most = int(rank_BN[:, -1].max())",
-        "rank_BN = child_BN.flip(-1).cumsum(-1).flip(-1)\n    most = int(rank_BN[:, 0].max())",
-        drawn("pair"),
-        LAW,
-    ),
-    # another row's noise
-    Mutation(
-        "another row's noise for the draws",
-        "core/verify.py",
-        "noise.gumbel(position_BP, scores_BNV.shape[-1])",
-        "noise.gumbel(position_BP, scores_BNV.shape[-1]).roll(1, 0)",
+    # sampling
+    mutation("temperature twice, in apply_sampling", PROCESSORS, patch("core.sampling:apply_sampling", temperature_squared)),
+    mutation(
+        "temperature twice, in the loop",
         ids("eagle2"),
-        OTHER_IDS,
+        patch("core.engine:Decoder._process", temperature_before_sampling),
+        words=OTHER_IDS,
     ),
-    Mutation(
+    mutation(
+        "a penalty that does not see the drafted tokens",
+        ("test_exact_pipeline", "check_penalty", ()),
+        patch("core.tree:Tree.seen", only_the_history),
+        words=OTHER_IDS,
+    ),
+    # the order of drawn siblings
+    mutation("drawn siblings sorted by q", grown("pair", "T=1"), patch("drafters._grow:grow_static", siblings_by_q), words=LAW),
+    mutation("drawn siblings tried from the last", drawn("pair"), patch("core.verify:_children", from_the_last), words=LAW),
+    # another row's noise
+    mutation(
+        "another row's noise for the draws",
+        ids("eagle2"),
+        patch(
+            "core.verify:_draw",
+            on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B, of_the_row_before(noise))),
+        ),
+        words=OTHER_IDS,
+    ),
+    mutation(
         "another row's noise for the bonus",
-        "core/verify.py",
-        "gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0]",
-        "gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0].roll(1, 0)",
         verified_alone(True),
+        rewrite("core.verify:_reject", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)"),
     ),
-    Mutation(
-        "another row's noise for the accept tests",
-        "core/verify.py",
-        "noise.accepts(chance_B, bonus_position_B, sibling)",
-        "noise.accepts(chance_B.roll(1), bonus_position_B.roll(1), sibling).roll(-1)",
-        verified_alone(True),
-    ),
-    Mutation(
+    mutation("another row's noise for the accept tests", verified_alone(True), patch("core.sampling:GumbelNoise.accepts", rolled)),
+    mutation(
         "another row's seed",
-        "core/sampling.py",
-        "_mix(_mix(self.seed_B + _GOLDEN) + stream)",
-        "_mix(_mix(self.seed_B.roll(1) + _GOLDEN) + stream)",
         ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
+        rewrite("core.sampling:GumbelNoise._uniform", "self.seed_B", "self.seed_B.roll(1)"),
     ),
-    Mutation(
+    mutation(
         "one uniform number for all siblings",
-        "core/verify.py",
-        "noise.accepts(chance_B, bonus_position_B, sibling)",
-        "noise.accepts(chance_B, bonus_position_B, 0)",
         drawn("binary"),
-        LAW,
+        rewrite("core.verify:_reject", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)"),
+        words=LAW,
     ),
     # blocks
-    Mutation("a block's weight above one", "core/verify.py", ".clamp(max=1), weight_B)", ", weight_B)", BLOCK, LAW),
-    Mutation(
+    mutation("a block's weight above one", BLOCK, rewrite("core.verify:_judge_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
+    mutation(
         "a block's weight of the last token alone",
-        "core/verify.py",
-        "(weight_B * p_next_B / q_next_B)",
-        "(p_next_B / q_next_B)",
         BLOCK,
-        LAW,
+        rewrite("core.verify:_judge_block", "WEIGHT * P / Q", "P / Q"),
+        words=LAW,
     ),
-    Mutation("a block's residual without its weight", "core/verify.py", "(weight_B[:, None] * p_BV - torch", "(p_BV - torch", BLOCK, LAW),
-    Mutation("a block's test without what was lost", "core/verify.py", "(mass_B + 1 - weight_B)", "mass_B.clamp(min=1)", BLOCK, LAW),
-    Mutation(
+    mutation(
+        "a block's residual without its weight",
+        BLOCK,
+        rewrite("core.verify:_judge_block", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
+        words=LAW,
+    ),
+    mutation(
+        "a block's test without what was lost",
+        BLOCK,
+        rewrite("core.verify:_judge_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"),
+        words=LAW,
+    ),
+    mutation(
         "the shortest prefix of a block",
-        "core/verify.py",
-        "torch.where(passed_B, n, end_B)",
-        "torch.where(passed_B & (end_B == 0), n, end_B)",
         BLOCK,
-        LAW,
+        rewrite(
+            "core.verify:_judge_block",
+            "torch.where(PASSED, DEPTH, END)",
+            "torch.where(PASSED & (END == 0), DEPTH, END)",
+            "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
+        ),
+        words=LAW,
     ),
-    Mutation("a block's bonus from p", "core/verify.py", "torch.where(mass_B[:, None] > 0, left_BV, p_BV)", "p_BV", BLOCK, LAW),
-    Mutation(
+    mutation(
+        "a block's bonus from p",
+        BLOCK,
+        rewrite("core.verify:_judge_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"),
+        words=LAW,
+    ),
+    mutation(
         "a block's bonus with the noise of the root",
-        "core/verify.py",
-        "(position_B + end_B + 1)[:, None]",
-        "(position_B + 1)[:, None]",
         ("core.test_verify", "test_a_block_against_a_slow_one", ()),
+        rewrite("core.verify:_judge_block", "(POSITION + END + 1)[:, None]", "(POSITION + 1)[:, None]"),
     ),
-    Mutation(
+    mutation(
         "a block goes on behind what is no candidate",
-        "core/verify.py",
-        "here_B & tree.candidate_BN[:, n + 1] & (q_next_B > 0)",
-        "here_B & (q_next_B > 0)",
         ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
+        rewrite("core.verify:_judge_block", "HERE & TREE.candidate_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
     ),
-    Mutation(
+    mutation(
         "one uniform number for a whole block",
-        "core/verify.py",
-        "position_B + n, 0)",
-        "position_B + 1, 0)",
         BLOCK,
-        LAW,
+        rewrite("core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)", "NOISE.accepts(CHANCE, POSITION + 1, 0)"),
+        words=LAW,
     ),
-    Mutation(
+    mutation(
         "greedy rows are verified as drawn",
-        "core/verify.py",
-        "torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)",
-        "drawn_bonus_B",
         ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
+        rewrite("core.verify:verify", "torch.where(NOISE.greedy_B, CHOSEN, DRAWN)", "DRAWN"),
     ),
     # q without the row's temperature
-    Mutation(
+    mutation(
         "q stated without the row's temperature",
-        "drafters/_grow.py",
-        "    return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)",
-        """    if q_BNV is not None:
-        q_BNV = torch.stack([(q_NV.log() * s.temperature).softmax(-1) for q_NV, s in zip(q_BNV, roots.sampling, strict=True)])
-    return Draft(tree, tokens_BN, score_BN, q_BNV)""",
         grown("pair", "T=0.6"),
-        LAW,
+        patch("drafters._grow:grow_static", q_without_temperature),
+        words=LAW,
     ),
-    Mutation(
+    mutation(
         "q drawn and stated without the row's temperature",
-        "drafters/_grow.py",
-        "[process(logits_BQv[b], s,",
-        "[process(logits_BQv[b] * (s.temperature or 1), s,",
         ORDER,
-        "tokens are not those drawn from q, in order",
+        rewrite(
+            "drafters._grow:_processed",
+            "apply_sampling(LOGITS, SAMPLING, SEEN)",
+            "apply_sampling(LOGITS * (SAMPLING.temperature or 1), SAMPLING, SEEN)",
+        ),
+        words="tokens are not those drawn from q, in order",
+    ),
+    # memory
+    mutation(
+        "the bytes of one row for all of them",
+        ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
+        rewrite("core.cache:KVCache.bytes_for", "self.rows", "1"),
     ),
 )
 
 
-def trials() -> Iterator[tuple[str, Mutation | None, Check]]:
-    """Every distinct check on the original, then every mutation."""
-    for check in dict.fromkeys(json.dumps([m.check[0], m.check[1], repr(m.check[2])]) for m in MUTATIONS):
-        own = next(m.check for m in MUTATIONS if json.dumps([m.check[0], m.check[1], repr(m.check[2])]) == check)
-        yield ORIGINAL + f"{own[1]}{own[2]}", None, own
-    for mutation in MUTATIONS:
-        yield mutation.name, mutation, mutation.check
+# --- trials ----------------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def copied(folder: Path, mutation: Mutation | None) -> Iterator[Path]:
-    """src/eyas, without weights, below `folder`; edited."""
-    root = folder / "copy"
-    shutil.copytree(
-        SOURCE, root / "eyas", ignore=lambda where, names: [n for n in names if (Path(where) / n).is_file() and not n.endswith(".py")]
-    )
-    try:
-        if mutation is not None:
-            file = root / "eyas" / mutation.file
-            text = file.read_text(encoding="utf-8")
-            assert text.count(mutation.old) == 1, f"{mutation.name}: the snippet occurs {text.count(mutation.old)} times in {mutation.file}"
-            file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-        yield root
-    finally:
-        shutil.rmtree(root)
+def trials() -> Iterator[tuple[str, tuple[Change, ...], Check]]:
+    """Every distinct check on the code as it is, then every mutation."""
+    for check in {repr(m.check): m.check for m in MUTATIONS}.values():
+        yield ORIGINAL + f"{check[1]}{check[2]}", (), check
+    for m in MUTATIONS:
+        yield m.name, m.changes, m.check
 
 
-def attempt(root: Path, check: Check) -> dict[str, str]:
-    """Run one check against the copy. An assertion counts when a test, or what a test called to compare, raised it."""
-    sys.path.insert(0, str(root))
+def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
+    """Run one check with these changes. An assertion counts when a test, or what a test called to compare, raised it."""
     module, function, arguments = check
     try:
+        install(changes)
         import eyas
 
-        assert str(eyas.__file__).startswith(str(root)), "another eyas was imported"
+        assert Path(eyas.__file__).is_relative_to(SOURCE), "another eyas was imported"
         getattr(importlib.import_module(module), function)(*arguments)
     except AssertionError as error:
-        inner = traceback.extract_tb(error.__traceback__)[-1]
-        ours = inner.filename.startswith(str(root)) or inner.filename == __file__
-        return {"outcome": "error" if ours else "assertion", "words": str(error)[:300], "where": f"{inner.name}:{inner.lineno}"}
+        raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = raised.is_relative_to(SOURCE) or raised == Path(__file__)
+        return {"outcome": "error" if ours else "assertion", "words": str(error)[:300]}
     except BaseException as error:
         return {"outcome": "error", "words": f"{type(error).__name__}: {error}"[:300], "where": traceback.format_exc()[-600:]}
-    return {"outcome": "passed", "words": "", "where": ""}
+    return {"outcome": "passed", "words": ""}
 
 
-def forked(root: Path, check: Check) -> dict[str, str]:
-    """The same in a process of its own, which ends itself when it takes too long."""
+def forked(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
+    """The same in a process of its own, which ends itself when it computes for too long."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        import signal
-
-        signal.alarm(LIMIT_SECONDS)
-        os.write(write, json.dumps(attempt(root, check)).encode())
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        os.write(write, json.dumps(attempt(changes, check)).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
+        result = pipe.read()
     status = os.waitpid(child, 0)[1]
-    return json.loads(said) if said else {"outcome": "error", "words": f"the process ended with status {status}", "where": ""}
+    return json.loads(result) if result else {"outcome": "error", "words": f"the process ended with status {status}"}
 
 
-def main(folder: Path) -> None:
-    sys.path.insert(0, str(TESTS))
-    sys.dont_write_bytecode = True
-    import torch
+def main() -> None:
+    sys.path[:0] = [str(TESTS), str(SOURCE)]
+    import pytest
     import transformers.generation.logits_process
     from scipy import stats
 
@@ -420,12 +509,11 @@ def main(folder: Path) -> None:
 
     torch.set_num_threads(1)
     tiny("llama", num_hidden_layers=1)  # whatever all checks need is in memory before the forks
-    del stats, transformers
+    del pytest, stats, transformers
     assert "eyas" not in sys.modules
-    for name, mutation, check in trials():
-        with copied(folder, mutation) as root:
-            print(json.dumps({"trial": name, **forked(root, check)}), flush=True)
+    for name, changes, check in trials():
+        print(json.dumps({"trial": name, **forked(changes, check)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

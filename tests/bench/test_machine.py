@@ -89,12 +89,14 @@ def test_a_snapshot_counts_us_and_our_children() -> None:
 
 def test_idle_time_and_waiting_are_not_work() -> None:
     """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
-    first, cores = psutil.cpu_times(percpu=True), len(machine.cores())
+    cores = len(machine.cores())
     before = snapshot()
+    first = psutil.cpu_times(percpu=True)
     time.sleep(0.3)
-    passed = time.monotonic() - before.seconds
+    last = psutil.cpu_times(percpu=True)
     now = snapshot()
-    rested = sum(b.idle - a.idle for a, b in zip(first, psutil.cpu_times(percpu=True), strict=True))
+    passed = time.monotonic() - before.seconds  # longer than what was counted, which is longer than `rested`, however busy the machine
+    rested = sum(b.idle - a.idle for a, b in zip(first, last, strict=True))
     assert now.all_seconds is not None
     assert before.all_seconds is not None
     if cores == len(first):  # idle and busy share what there is; the system counts in hundredths of a second per core

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 import eyas
+import processes
 from eyas import cli, drafters, tiny
 from eyas.bench import machine
 from eyas.cli import demo, doctor
 from eyas.cli._options import flags_of
-from processes import hear_interrupts
 
 Run = Callable[..., Any]
 HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else there
@@ -43,7 +41,7 @@ try:
 except SystemExit as end:
     print(end.code, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = processes.run([sys.executable, "-c", code])
         assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
 
 
@@ -244,15 +242,13 @@ def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, preexec_fn=hear_interrupts, **pipes) as process:  # type: ignore[call-overload]
+    with processes.started(command, env=processes.environment(), preexec_fn=processes.accept_interrupts, **pipes) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert len(process.stdout.read(3)) == 3
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        out, said = process.communicate(b"/help\n/exit\n", timeout=100)
+        out, said = processes.finish(process, b"/help\n/exit\n")
     assert process.returncode == 0, said.decode()
     assert b"interrupted" in said
     assert b"Traceback" not in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import processes
 import zoo
 from eyas import checkpoints
 from eyas.cli import _files, generate
@@ -243,13 +243,13 @@ def test_stdout_that_is_full_or_closed() -> None:
     """Python's own complaint at its end, and status 120, came instead."""
     command = [sys.executable, "-m", "eyas", "generate"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*command[:3], "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = processes.run([*command[:3], "--version"], stdout=full)
     assert done.returncode == 2
     assert done.stderr == "eyas: error: no space left on the device: free some and try again\n"
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
-        done = subprocess.run([*command[:3], "--version"], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = processes.run([*command[:3], "--version"], stdout=closed)
     assert done.returncode == 1
     assert done.stderr == ""
 

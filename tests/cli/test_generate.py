@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 
 from eyas import kernels
 from eyas.kernels import _build
-from processes import hear_interrupts
+from processes import accept_interrupts, environment, finish, started, wait_until
 
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
@@ -254,24 +252,12 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
         assert precious.read_text() == content
 
 
-def with_cpu_kernels() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def wait_for(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 100
-    while not seen():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.01)
-
-
 def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on does not repeat them.
 
     That message is all of stderr: no progress bar, warning or traceback of any library stands beside it.
 
-    A false alarm needs a machine that decodes 20 prompts of 100 tokens within 10 ms of the first.
+    A false alarm needs a machine that decodes 20 prompts of 100 tokens before this process is woken by the first.
     """
     _build.outcome.cache_clear()  # what was found before this session's cache folder was set
     kernels.available()  # compiled now, as that would be announced
@@ -289,10 +275,10 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
         given,
     )
     command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=with_cpu_kernels(), preexec_fn=hear_interrupts) as process:
-        wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
+    with started(command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=accept_interrupts) as process:
+        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = finish(process)
     assert process.returncode == 130, said
     kept = results(output)
     assert 1 <= len(kept) < 20

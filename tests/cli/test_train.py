@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import processes
 from eyas import checkpoints
 from eyas.train import loop
 
@@ -135,21 +134,12 @@ def test_two_processes_one_is_killed_and_one_goes_on(run: Run, command: tuple[ob
     whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
     arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eyas", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    agent = subprocess.Popen(launcher, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 200
-        while not (tmp_path / "new" / "state.pt").exists():
-            assert agent.poll() is None, agent.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
+        processes.wait_until((tmp_path / "new" / "state.pt").exists, agent)
         ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children(recursive=True)}
         ranks["1"].kill()
-        _, said = agent.communicate(timeout=100)
-    finally:
-        for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:
-            child.kill()
-        agent.kill()
+        _, said = processes.finish(agent)
     assert agent.returncode != 0
     assert f"Signal {int(signal.SIGKILL)} (SIGKILL) received" in said
     lines = [line for line in said.splitlines() if line.startswith("eyas: error: ")]

@@ -50,8 +50,14 @@ def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter |
 
 
 def slow_head_run(name: str, folder: str, sleep: float) -> None:
-    """To be killed; seconds of sleep after each step."""
-    head_run(name, folder, lambda now: time.sleep(sleep))
+    """To be killed: it sleeps for some seconds after each step, and waits before the last one."""
+
+    def wait(now: Any) -> None:
+        time.sleep(sleep)
+        if now.step == CONFIG["steps"] - 1:
+            signal.pause()
+
+    head_run(name, folder, wait)
 
 
 def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[str, Any]:

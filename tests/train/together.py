@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from processes import WorkLimit
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train.toy", "train.real", "eyas.drafters.eagle1", "eyas.drafters.eagle3", "torch.distributed.fsdp"])
-SECONDS = 120
 
 
 def together(program: Callable[..., Any], *arguments: Any, count: int = 2, **options: Any) -> list[Any]:
@@ -26,15 +27,25 @@ def together(program: Callable[..., Any], *arguments: Any, count: int = 2, **opt
         processes = [CONTEXT.Process(target=_run, args=(rank, count, place, program, arguments, options)) for rank in range(count)]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(SECONDS)
-            if process.is_alive():
+        try:
+            for process in processes:
+                _join(process)
+        finally:
+            for process in processes:
                 process.kill()
                 process.join()
         said = "\n".join(f"process {path.stem}: {path.read_text()}" for path in sorted(Path(place).glob("*.error")))
         if said or any(process.exitcode for process in processes):
             raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}; {said}")
         return [torch.load(Path(place, f"{rank}.result"), weights_only=False) for rank in range(count)]
+
+
+def _join(process: Any) -> None:
+    """Wait for its end; AssertionError when it hangs or computes for too long."""
+    limit = WorkLimit(process.pid)
+    while process.is_alive():
+        process.join(1)
+        limit.check()
 
 
 def _run(rank: int, count: int, place: str, program: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +65,8 @@ class Toy(Drafter):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net: nn.Module = ToyNet()
-        self.losses, self.bad_from, self.sleep = 0, 10**9, 0.0
+        self.losses, self.bad_from = 0, 10**9
+        self.sleep, self.last_loss = 0.0, 10**9  # for processes that are to be killed
 
     def open(self, rows: int) -> DraftSession:
         raise NotImplementedError
@@ -74,6 +76,8 @@ class Toy(Drafter):
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         time.sleep(self.sleep)
+        if self.losses == self.last_loss:
+            signal.pause()
         features, N = batch.features_NF, len(batch.tokens_N)
         noise = torch.rand(features.shape, generator=generator) * 0.1 if self.net.training else 0.0
         pair = torch.cat([features + noise, cast(Any, self.target).table[batch.tokens_N.roll(-1)]], -1)
@@ -123,10 +127,10 @@ def run(folder: Path, drafter: Toy | None = None, *, heldout: int = 6, resume: b
     )  # fmt: skip
 
 
-def slow_run(folder: str, sleep: float) -> None:
-    """To be killed; seconds of sleep for each loss."""
+def slow_run(folder: str, sleep: float, steps: int) -> None:
+    """To be killed: it sleeps for some seconds at each loss, and does so many steps at most, then waits."""
     torch.set_num_threads(1)
     checkpoints.save = save_toy  # type: ignore[assignment]
     slow = Toy()
-    slow.sleep = sleep
+    slow.sleep, slow.last_loss = sleep, steps * CONFIG["accumulation"]
     run(Path(folder), slow)

@@ -1,0 +1,271 @@
+"""Figures of speculative decoding: one fold over Steps, and what is computed from its counts.
+
+Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them at length.
+
+    cycle       one pass of the target over a draft tree. The prompt's own pass is no cycle, and the token that it gives belongs to none.
+    emitted     tokens that a cycle hands out, the bonus token included, after cutting at EOS, stop strings and `max_new_tokens`
+    tau         emitted tokens / cycles
+    mean acceptance length
+                1 + accepted draft tokens / drafts, counted before cutting, over cycles that verified a draft. Engines such as vLLM report
+                this. It is tau, but for the cut last cycle of each answer and for cycles without a draft.
+    n-alpha     acceptance by depth: of cycles whose first n draft tokens were accepted and that had drafted another one behind them, the
+                share that accepted it. A cycle that was cut at its n-th draft token says nothing about the next one.
+    c           seconds of a cycle / seconds of a step of plain decoding
+    speed-up    tokens per second / those of plain decoding on the same prompts, = tau / c
+    margin      distance of the two best scores at the first token where two texts differ: how near the tie was
+
+Intervals are 95 %, by the bootstrap over samples (prompts, chats, rounds), paired: all columns of one sample are drawn together.
+This module knows no method, no tokenizer and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from eyas.core.engine import Request, Step
+from eyas.core.sampling import GumbelNoise, apply_sampling
+from eyas.core.target import Target
+
+__all__ = [
+    "Cycle",
+    "Interval",
+    "StepTotals",
+    "acceptance_by_depth",
+    "bootstrap",
+    "cycle_of",
+    "depth_counts",
+    "difference_of_ratios",
+    "first_difference",
+    "margin",
+    "mean_acceptance_length",
+    "n_alpha",
+    "ratio",
+    "ratio_of_ratios",
+    "tau",
+    "tokens_per_second",
+]
+
+Interval = tuple[float, float | None, float | None]  # (value, low, high)
+STAGES = ("draft", "target", "verify", "commit")
+RESAMPLES = 2000
+
+
+# --- ratios ------------------------------------------------------------------------------------------
+
+
+def tau(emitted: float, cycles: float) -> float:
+    """Tokens that a cycle emits; 0 without cycles."""
+    return emitted / cycles if cycles else 0.0
+
+
+def tokens_per_second(tokens: float, seconds: float) -> float:
+    """Tokens per second; 0 where no time passed."""
+    return tokens / seconds if tokens and seconds > 0 else 0.0
+
+
+# --- the fold over Steps -----------------------------------------------------------------------------
+
+
+@dataclass
+class StepTotals:
+    """Running totals over the Steps of any number of requests. `add` each Step in the order in which the engine returns them."""
+
+    token_ids: list[int] = field(default_factory=list)  # every new token, the prompt's own included
+    accepted_lengths: list[int] = field(default_factory=list)  # draft tokens that each cycle emitted
+    emitted: int = 0  # tokens of cycles
+    decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.decided`
+    prefill_seconds: float = 0.0
+    started_at: float = math.nan  # the host's clock; NaN before the first Step
+    ended_at: float = math.nan
+    finish: str | None = None  # of the last Step
+
+    def add(self, step: Step) -> None:
+        """Count one Step."""
+        self.token_ids += step.tokens
+        self.ended_at, self.finish = step.ended_at, step.finish
+        if math.isnan(self.started_at):
+            self.started_at = step.ended_at - step.seconds
+        if step.prefill:
+            self.prefill_seconds += step.seconds
+        else:
+            self.accepted_lengths.append(step.accepted)
+            self.emitted += len(step.tokens)
+            self.decisions[step.decided] += 1
+
+    @property
+    def cycles(self) -> int:
+        """Passes of the target over a draft tree."""
+        return len(self.accepted_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Emitted tokens per cycle; 0 without cycles."""
+        return tau(self.emitted, self.cycles)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the first Step to the end of the last one; 0 without Steps."""
+        return 0.0 if math.isnan(self.started_at) else self.ended_at - self.started_at
+
+
+class Cycle(NamedTuple):
+    """One cycle of one row as numbers. None where a library does not report it."""
+
+    emitted: int  # tokens, after cutting
+    accepted: int  # draft tokens among them
+    seconds: float  # from the end of the cycle before to the end of this one, by the host's clock
+    nodes: int | None = None  # verified, the root and padding included
+    candidates: int | None = None  # draft tokens that could have been accepted
+    tested: int | None = None  # accepted ones, and one more where a draft token behind them was refused
+    draft: float | None = None  # seconds by stage, by the host's clock
+    target: float | None = None
+    verify: float | None = None
+    commit: float | None = None
+    accepted_uncut: int | None = None  # draft tokens that verification accepted, before cutting
+
+
+def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
+    """The numbers of a Step that is no prefill.
+
+    Args:
+        seconds: default: the Step's own.
+
+    A cycle that was cut at an accepted token tests nothing behind it.
+    """
+    assert step.draft is not None
+    tree = step.draft.tree
+    candidate_N, parent_N = tree.candidate_BN[step.row], tree.parents_BN[step.row]
+    has_child = bool((candidate_N & (parent_N == step.path[step.accepted])).any())
+    refused = has_child and len(step.tokens) > step.accepted
+    return Cycle(
+        emitted=len(step.tokens),
+        accepted=step.accepted,
+        seconds=step.seconds if seconds is None else seconds,
+        nodes=candidate_N.numel(),
+        candidates=int(candidate_N.sum()) - 1,
+        tested=step.accepted + refused,
+        accepted_uncut=len(step.path) - 1,
+        **{name: step.parts.get(name) for name in STAGES},
+    )
+
+
+def depth_counts(cycles: Iterable[Cycle], depth: int) -> list[tuple[int, int]]:
+    """(cycles that tested the (n+1)-th draft token, cycles that accepted it) for n = 0..depth-1."""
+    tested, accepted = [0] * depth, [0] * depth
+    for cycle in cycles:
+        for n in range(min(cycle.tested or 0, depth)):
+            tested[n] += 1
+            accepted[n] += n < cycle.accepted
+    return list(zip(tested, accepted, strict=True))
+
+
+def acceptance_by_depth(cycles: Iterable[Cycle], depth: int) -> list[float | None]:
+    """Acceptance of the (n+1)-th draft token, given that n were accepted, n = 0..depth-1; None where no cycle got there.
+
+    Of chains this is n-alpha (EAGLE-1, section 5).
+    """
+    return [accepted / tested if tested else None for tested, accepted in depth_counts(cycles, depth)]
+
+
+def n_alpha(cycles: Iterable[Cycle], depth: int) -> dict[str, float]:
+    """{"0-alpha": ..., "1-alpha": ...} of cycles that drafted chains, as deep as they got."""
+    rates = acceptance_by_depth(cycles, depth)
+    return {f"{n}-alpha": rate for n, rate in enumerate(rates) if rate is not None}
+
+
+def mean_acceptance_length(cycles: Iterable[Cycle]) -> float | None:
+    """1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where nothing was drafted."""
+    accepted = [cycle.accepted_uncut for cycle in cycles if cycle.candidates and cycle.accepted_uncut is not None]
+    return 1 + sum(accepted) / len(accepted) if accepted else None
+
+
+# --- intervals ---------------------------------------------------------------------------------------
+
+
+def ratio(over: Any, under: Any) -> Any:
+    """A statistic for `bootstrap`: a ratio of sums."""
+    return np.asarray(over) / np.asarray(under)
+
+
+def ratio_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
+    """A statistic for `bootstrap`: a ratio of sums over that of a baseline, for example a speed-up."""
+    return ratio(over, under) / ratio(base_over, base_under)
+
+
+def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
+    """A statistic for `bootstrap`: a ratio of sums less that of a baseline, for example a difference of taus."""
+    return ratio(over, under) - ratio(base_over, base_under)
+
+
+def bootstrap(
+    statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval | None:
+    """A statistic of sums over samples, with its 95 % percentile interval (Efron 1979).
+
+    Samples are drawn with replacement, all columns together. The draws depend on the number of samples and the seed alone, so that figures
+    of the same samples may be compared draw by draw.
+
+    Args:
+        statistic: takes the sum of each column (a number, or an array of one sum for each resample), for example `ratio`.
+        columns: one number for each sample. A sample that is zero in every column is left out.
+
+    Returns:
+        (value, low, high), without low and high for a single sample; None where the value is undefined (0 / 0).
+    """
+    table_CN = np.array(columns, dtype=float)
+    table_CN = table_CN[:, (table_CN != 0).any(axis=0)]
+    samples = table_CN.shape[1]
+    if not samples:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(*table_CN.sum(axis=1)))
+        if not math.isfinite(value):
+            return None
+        if samples == 1:
+            return value, None, None
+        counts_RN = np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=resamples)
+        drawn_R = np.asarray(statistic(*(table_CN @ counts_RN.T)))
+    low, high = np.percentile(drawn_R[np.isfinite(drawn_R)], [2.5, 97.5])
+    return value, float(low), float(high)
+
+
+# --- texts -------------------------------------------------------------------------------------------
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or at which the shorter text ends; None for equal texts."""
+    if tuple(one) == tuple(other):
+        return None
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+@torch.inference_mode()
+def margin(target: Target, request: Request, prefix: Sequence[int]) -> float | None:
+    """Distance of the two best scores for the token that follows `prefix`, the request's noise included.
+
+    Args:
+        prefix: new tokens of the answer, all before the token in question.
+
+    Returns:
+        log-probabilities' (sampled) or logits' (greedy) difference; None where sampling allows a single token.
+    """
+    sampling, session = request.sampling, target.open(1)
+    ids = [*request.prompt, *prefix]
+    session.reserve(len(ids))
+    history_1V = torch.zeros(1, target.vocab_size, dtype=torch.bool, device=target.device)
+    history_1V[0, ids] = True
+    scores_1V = apply_sampling(session.prefill(0, ids)[None], sampling, history_1V)
+    if not sampling.greedy:
+        position_11 = torch.tensor([[len(ids)]], device=scores_1V.device)
+        noise = GumbelNoise.of([sampling], scores_1V.device)
+        scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(position_11, scores_1V.shape[-1])[:, 0]
+    best, second = scores_1V[0].topk(2).values.tolist()
+    return float(best - second) if math.isfinite(second) else None

@@ -22,10 +22,10 @@ FLOORS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     "files": -2,
     **dict.fromkeys(["hardware", "kernels"], -1),
-    **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore", "metrics"], 0),
+    **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore"], 0),
     "checkpoints": 1,
     "core": 2,
-    "drafters": 3,
+    **dict.fromkeys(["drafters", "metrics"], 3),
     **dict.fromkeys(["runners", "train"], 4),
     "adaptive": 5,
     "api": 6,

@@ -9,7 +9,6 @@ This module knows prompts, tokenizers and results; it knows no method, no tree a
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from typing import Any, cast, overload
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas import checkpoints, drafters, runners, tiny
+from eyas import checkpoints, drafters, metrics, runners, tiny
 from eyas.adaptive import auto, mode_of
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Policy, Processor, Request, Step
@@ -63,13 +62,12 @@ class Stats:
     @property
     def tau(self) -> float:
         """Tokens emitted per cycle, the bonus included; 0 without cycles."""
-        return self.tokens / self.cycles if self.cycles else 0.0
+        return metrics.tau(self.tokens, self.cycles)
 
     @property
     def tokens_per_second(self) -> float:
         """Of decoding: tokens emitted by cycles over the seconds after the prefill; 0 without cycles."""
-        rest = self.seconds - self.prefill_seconds
-        return self.tokens / rest if self.cycles and rest > 0 else 0.0
+        return metrics.tokens_per_second(self.tokens, self.seconds - self.prefill_seconds)
 
 
 @dataclass(frozen=True)
@@ -364,7 +362,7 @@ class Chat:
         try:
             yield from _stream(self._decoder, request, reader, ledger)
         finally:
-            if ledger.tokens:
+            if ledger.totals.token_ids:
                 self._answered(text, ledger)
 
     def _request(self, text: str, kwargs: Mapping[str, Any]) -> tuple[Request, _Reader]:
@@ -434,30 +432,20 @@ class _Ledger:
 
     request: Request
     reader: _Reader
-    began: float = 0.0
-    ended: float = 0.0
-    prefill: float = 0.0
-    finish: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    decided: list[str] = field(default_factory=list)
+    totals: metrics.StepTotals = field(default_factory=metrics.StepTotals)
 
     def add(self, step: Step) -> None:
-        self.ended, self.finish = step.ended_at, step.finish
-        self.tokens += step.tokens
-        if step.prefill:
-            self.began, self.prefill = step.ended_at - step.seconds, step.seconds
-        else:
-            self.accepted.append(step.accepted)
-            self.decided.append(step.decided)
+        self.totals.add(step)
 
     def result(self) -> Result:
         """What stands so far; a request that was cut off from outside counts as ended by length."""
         self.reader.take(final=True)
         slow = tuple(type(p).__name__ for p in self.request.processors)
-        emitted = max(0, len(self.tokens) - 1)
-        stats = Stats(len(self.accepted), tuple(self.accepted), self.ended - self.began, self.prefill, slow, emitted, Counter(self.decided))
-        return Result(self.reader.text(), tuple(self.tokens), self.finish or "length", stats)
+        totals = self.totals
+        stats = Stats(
+            totals.cycles, tuple(totals.accepted_lengths), totals.seconds, totals.prefill_seconds, slow, totals.emitted, totals.decisions
+        )
+        return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats)
 
 
 def _is_one(prompt: Any) -> bool:

@@ -1,46 +1,15 @@
-"""n-alpha from hand-made steps, and from real chains."""
+"""n-alpha of real chains."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-
 import zoo
 from eyas.core.drafter import build_options
-from eyas.core.engine import Step
 from eyas.core.target import Target
-from eyas.core.tree import Draft, Tree
 from eyas.drafters import find
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters.eagle2 import Method
-from eyas.train.alpha import acceptance_by_depth, chain_figures, figures_of, last_prompt
+from eyas.train.alpha import chain_figures, last_prompt
 from eyas.train.data import Example
-
-
-def step(accepted: int, tokens: int, finish: str | None = None) -> Step:
-    return Step(1, tuple(range(tokens)), accepted, False, finish)
-
-
-def test_by_hand() -> None:
-    """Guards the definition: given that all earlier drafts were accepted; a cut at the end is no refusal."""
-    steps = [Step(1, (5,), 0, True, None), step(0, 1), step(2, 3), step(3, 4), step(1, 2), step(2, 2, "length")]
-    assert acceptance_by_depth(steps, 3) == [(5, 4), (4, 3), (2, 1)]
-    figures = figures_of(steps, 3)
-    assert figures["0-alpha"] == 4 / 5
-    assert figures["2-alpha"] == 1 / 2
-    assert figures["chain tau"] == 12 / 5
-
-
-def test_only_what_was_drafted() -> None:
-    """Guards chains shorter than asked for: a token that nobody drafted, or a padding that could not be accepted, was not refused."""
-    tree = Tree.chain(2, 4)
-    candidate_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    tree = Tree.build(tree.parents_BN, 3, candidate_BN)
-    draft = Draft(tree, torch.zeros(2, 4, dtype=torch.long))
-    steps = [replace(step(accepted, accepted + 1), draft=draft, row=row) for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))]
-    assert acceptance_by_depth(steps, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
-    assert set(figures_of(steps, 5)) == {"0-alpha", "1-alpha", "2-alpha", "chain tau"}
 
 
 def test_heads_that_draft_less_than_asked_for() -> None:

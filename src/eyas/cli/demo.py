@@ -279,14 +279,12 @@ def _race(lanes: Sequence[_Lane]) -> Iterator[None]:
 
 
 def _margin(target: Target, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, float]:
-    """(place of the first difference, how far apart the two best logits of the target are there)."""
-    import torch
+    """(index of the first difference, distance of the two best logits there)."""
+    from eyas.core.engine import Request
+    from eyas.metrics import first_difference, margin
 
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    ids_1T = torch.tensor([[*prompt, *one[:at]]], device=target.device)
-    with torch.inference_mode():
-        best = target.model(ids_1T, use_cache=False).logits[0, -1].float().topk(2).values
-    return at, float(best[0] - best[1])
+    at = first_difference(one, other) or 0
+    return at, margin(target, Request(tuple(prompt), 1), one[:at]) or 0.0
 
 
 def _table(rounds: Sequence[_Round], method: str) -> Table:
@@ -318,10 +316,12 @@ def _tokens(results: Sequence[Result]) -> int:
 
 def _rate(results: Sequence[Result]) -> float:
     """Tokens a second of whole answers."""
-    seconds = sum(result.stats.seconds for result in results)
-    return _tokens(results) / seconds if seconds else 0.0
+    from eyas.metrics import tokens_per_second
+
+    return tokens_per_second(_tokens(results), sum(result.stats.seconds for result in results))
 
 
 def _tau(results: Sequence[Result]) -> float:
-    cycles = sum(result.stats.cycles for result in results)
-    return sum(result.stats.tokens for result in results) / cycles if cycles else 0.0
+    from eyas.metrics import tau
+
+    return tau(sum(result.stats.tokens for result in results), sum(result.stats.cycles for result in results))

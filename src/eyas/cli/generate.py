@@ -161,6 +161,8 @@ class _Many:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from eyas.metrics import tau
+
         console = Console(stderr=True)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         ready = self._requests(tasks)
@@ -173,7 +175,7 @@ class _Many:
                 self.written += 1
                 self.tokens += len(result.token_ids)
                 self.emitted, self.cycles = self.emitted + result.stats.tokens, self.cycles + result.stats.cycles
-                progress.update(bar, advance=1, description=f"tau {self.emitted / max(1, self.cycles):.2f}")
+                progress.update(bar, advance=1, description=f"tau {tau(self.emitted, self.cycles):.2f}")
 
     def _requests(self, tasks: Sequence[Task]) -> list[tuple[Task, tuple[int, ...]]]:
         """The tasks that can be served, as token ids; a line that cannot is named and left out."""
@@ -191,7 +193,9 @@ class _Many:
 
     def _say(self, skipped: int) -> None:
         counts = {"results": self.written, "skipped": skipped, "bad": self.bad, "tokens": self.tokens}
-        tau = self.emitted / self.cycles if self.cycles else 0.0
+        from eyas.metrics import tau as tau_of
+
+        tau = tau_of(self.emitted, self.cycles)
         note(", ".join(f"{value} {name}" for name, value in counts.items() if value or name == "results") + f", tau {tau:.2f}")
         if self.given["as_json"] and self.results.path:
             click.echo(json.dumps({**counts, "tau": tau, "output": self.results.path}))

@@ -104,7 +104,9 @@ class _Counts:
 
     @property
     def tau(self) -> float:
-        return self.emitted / self.cycles if self.cycles else 0.0
+        from eyas.metrics import tau
+
+        return tau(self.emitted, self.cycles)
 
     @property
     def tokens_per_second(self) -> float:

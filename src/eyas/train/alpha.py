@@ -6,50 +6,28 @@ draft's own features. tau is what the drafter reaches with its own tree. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from eyas.core.engine import Decoder, Request, Step
 from eyas.drafters import Drafter
+from eyas.metrics import StepTotals, cycle_of, n_alpha
 from eyas.train.data import Example
 
-__all__ = ["acceptance_by_depth", "chain_figures", "figures_of", "last_prompt", "tau_of"]
-
-
-def acceptance_by_depth(steps: Iterable[Step], depth: int) -> list[tuple[int, int]]:
-    """For each draft depth 1..depth of chain cycles: (times reached, times accepted). What was not drafted, or cut off at the end, was not
-    reached.
-    """
-    reached, accepted = [0] * depth, [0] * depth
-    for step in steps:
-        if step.prefill:
-            continue
-        for d in range(min(step.accepted, depth)):
-            reached[d] += 1
-            accepted[d] += 1
-        bonus = len(step.tokens) > step.accepted  # it was emitted, so the next draft token, if there was one, was refused
-        if bonus and step.accepted < min(depth, _drafted(step)):
-            reached[step.accepted] += 1
-    return list(zip(reached, accepted, strict=True))
-
-
-def _drafted(step: Step) -> float:
-    """How many draft tokens the longest path had; of a Step that does not hold its draft it is not known, and taken to be enough."""
-    if step.draft is None:
-        return float("inf")
-    tree, row = step.draft.tree, step.row
-    return int(tree.depth_BN[row][tree.candidate_BN[row]].max())
+__all__ = ["chain_figures", "figures_of", "last_prompt"]
 
 
 def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
-    """n-alpha for n = 0..depth-1, as far as drafts reached, and tau, tokens emitted per cycle, of chain cycles."""
-    rates = {f"{n}-alpha": a / r for n, (r, a) in enumerate(acceptance_by_depth(steps, depth)) if r}
-    return {**rates, "chain tau": tau_of(steps)} if steps else {}
+    """n-alpha for n = 0..depth-1, as far as drafts reached, and tau ("chain tau"), of the Steps of chains."""
+    cycles = [cycle_of(step) for step in steps if not step.prefill]
+    return {**n_alpha(cycles, depth), "chain tau": _tau(steps)} if steps else {}
 
 
-def tau_of(steps: Sequence[Step]) -> float:
-    """Tokens emitted per cycle; the prefill's token is no cycle's."""
-    cycles = [s for s in steps if not s.prefill]
-    return sum(len(s.tokens) for s in cycles) / max(1, len(cycles))
+def _tau(steps: Sequence[Step]) -> float:
+    """Tokens that a cycle emits."""
+    totals = StepTotals()
+    for step in steps:
+        totals.add(step)
+    return totals.tau
 
 
 def last_prompt(example: Example) -> tuple[int, ...]:
@@ -79,7 +57,7 @@ def chain_figures(
     def evaluate(drafter: Drafter) -> dict[str, float]:
         figures = figures_of(_decoded(drafter.chain(depth), chosen, new_tokens, eos), depth)
         own = _decoded(drafter, chosen[:tree_prompts], new_tokens, eos)
-        return {**figures, "tau": tau_of(own)} if own else figures
+        return {**figures, "tau": _tau(own)} if own else figures
 
     return evaluate
 

@@ -20,6 +20,7 @@ from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.drafters import Drafter
 from eyas.errors import InputError
+from eyas.metrics import StepTotals
 from eyas.text import render
 from eyas.train._chat import messages_of
 from eyas.train.data import is_json, json_lines, parse
@@ -164,7 +165,7 @@ class _Open:
         self.reply: list[int] = []
         self.finish: list[str] = []
         self.tokens: list[int] = []
-        self.emitted = self.cycles = 0
+        self.totals = StepTotals()
 
     def closed(self, ended: str = "", dropped: bool = False) -> Answered | Unanswered:
         if not self.finish:
@@ -172,7 +173,7 @@ class _Open:
         kept = self.messages
         while kept[-1]["role"] != "assistant":  # questions that have no answer
             kept = kept[:-1]
-        return Answered(self.talk, kept, tuple(self.finish), tuple(self.tokens), ended, self.emitted, self.cycles)
+        return Answered(self.talk, kept, tuple(self.finish), tuple(self.tokens), ended, self.totals.emitted, self.totals.cycles)
 
 
 class _Desk:
@@ -192,8 +193,7 @@ class _Desk:
         """What a cycle brought; the conversation that it ends."""
         talk = self.open[step.request]
         talk.reply += step.tokens
-        if not step.prefill:
-            talk.emitted, talk.cycles = talk.emitted + len(step.tokens), talk.cycles + 1
+        talk.totals.add(step)
         if step.finish is None:
             return None
         del self.open[step.request]

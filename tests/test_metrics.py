@@ -1,0 +1,179 @@
+"""Figures from hand-made steps and columns, where every number can be worked out on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import zoo
+from eyas import metrics
+from eyas.core.engine import Request, Step
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+
+# A fork, whose second branch is one deeper, and padding:  0 --- 1 --- 3      4: no candidate
+#                                                            |--- 2 --- 5 --- 6
+FORK = ((-1, 0, 0, 1, 0, 2, 5), (True, True, True, True, False, True, True))
+
+
+def step(
+    accepted: int,
+    path: Sequence[int],
+    tree: tuple[Sequence[int], Sequence[bool]] = FORK,
+    emitted: int | None = None,
+    finish: str | None = None,
+) -> Step:
+    """A cycle that accepted `path`; `accepted` draft tokens of it are emitted, and the bonus unless `emitted` is less."""
+    parents, candidates = (torch.tensor([x]) for x in tree)
+    draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
+    count = accepted + 1 if emitted is None else emitted
+    return Step(1, tuple(range(count)), accepted, False, finish, tuple(path), draft, seconds=0.5)
+
+
+def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
+    """A cycle of a chain."""
+    tree = (range(-1, drafted), [True] * (drafted + 1))
+    return step(accepted, range(accepted + 1), tree, emitted=accepted if cut else None)
+
+
+# --- the fold ------------------------------------------------------------------------------------------
+
+
+def test_totals() -> None:
+    """Bugs: the prompt's own token counts as a cycle's, or the seconds begin with the second step."""
+    totals = metrics.StepTotals()
+    assert (totals.tau, totals.seconds, totals.cycles) == (0, 0, 0)
+    totals.add(Step(1, (7,), 0, True, None, seconds=2.0, ended_at=12.0))
+    for one, ended_at in ((chain(3), 13.0), (chain(0), 15.0)):
+        totals.add(Step(**{**vars(one), "ended_at": ended_at}))
+    assert totals.token_ids == [7, 0, 1, 2, 3, 0]
+    assert totals.accepted_lengths == [3, 0]
+    assert (totals.cycles, totals.emitted, totals.tau) == (2, 5, 2.5)
+    assert (totals.seconds, totals.prefill_seconds) == (5.0, 2.0)
+    assert totals.decisions == {"own": 2}
+
+
+def test_ratios_without_anything_under_them() -> None:
+    """Bug: answers of one token divide by zero."""
+    assert metrics.tau(0, 0) == metrics.tokens_per_second(0, 0) == metrics.tokens_per_second(0, 1) == 0
+    assert (metrics.tau(6, 2), metrics.tokens_per_second(6, 2)) == (3, 3)
+
+
+def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
+    """Guards the two definitions against each other: tau counts emitted tokens of all cycles; the mean acceptance length counts accepted
+    draft tokens before cutting, over cycles that drafted."""
+    cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
+    plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
+    cycles = [metrics.cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
+    assert metrics.tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
+    assert metrics.mean_acceptance_length(cycles) == 1 + (3 + 0 + 2) / 3
+    assert metrics.mean_acceptance_length([metrics.cycle_of(plain)]) is None
+
+
+# --- acceptance by depth -------------------------------------------------------------------------------
+
+
+def test_cycles_of_steps() -> None:
+    """Bugs: the tree's depth counts as drafted behind a node without children, padding counts as a child, a cut counts as a refusal."""
+    steps = [
+        step(0, (0,)),  # both children refused
+        step(1, (0, 2)),  # 5 was there and refused
+        step(2, (0, 1, 3)),  # nothing was drafted behind 3
+        step(3, (0, 2, 5, 6)),  # nor behind 6
+        step(1, (0, 2, 5), emitted=1, finish="stop"),  # cut at an accepted token: 5 was accepted, but not emitted
+        step(0, (0,), ((-1, 0), (True, False))),
+    ]
+    assert [metrics.cycle_of(s).tested for s in steps] == [1, 2, 2, 3, 1, 0]
+    cycle = metrics.cycle_of(steps[1], seconds=0.8)
+    assert (cycle.nodes, cycle.candidates, cycle.accepted, cycle.accepted_uncut, cycle.seconds) == (7, 5, 1, 1, 0.8)
+
+
+def test_n_alpha_by_hand() -> None:
+    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is no refusal."""
+    cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
+    assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
+    assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
+    assert metrics.acceptance_by_depth(cycles, 4)[3] is None
+
+
+def test_only_what_was_drafted() -> None:
+    """Bug: a token that nobody drafted, or a padding that could not be accepted, counts as refused."""
+    tree = Tree.chain(2, 4)
+    candidate_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    draft = Draft(Tree.build(tree.parents_BN, 3, candidate_BN), torch.zeros(2, 4, dtype=torch.long))
+    steps = [
+        Step(1, tuple(range(accepted + 1)), accepted, False, None, tuple(range(accepted + 1)), draft, row)
+        for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))
+    ]
+    cycles = [metrics.cycle_of(s) for s in steps]
+    assert metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
+    assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
+    unreported = metrics.Cycle(3, 2, 1.0)
+    assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
+
+
+# --- intervals -----------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_that_of_a_plain_bootstrap() -> None:
+    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by hand. 2,000 draws of each leave the
+    ends uncertain by some 3 % of the width; a fifth of it is allowed. Seeded."""
+    rng = np.random.default_rng(0)
+    over, under = rng.integers(5, 50, 60).astype(float), rng.integers(5, 25, 60).astype(float)
+    value, low, high = metrics.bootstrap(metrics.ratio, over, under)
+    drawn = rng.integers(0, 60, (2000, 60))
+    left, right = np.percentile(over[drawn].sum(1) / under[drawn].sum(1), [2.5, 97.5])
+    assert value == pytest.approx(over.sum() / under.sum())
+    assert abs(low - left) < 0.2 * (right - left)
+    assert abs(high - right) < 0.2 * (right - left)
+    assert metrics.bootstrap(metrics.ratio, over, under) == (value, low, high), "seeded"
+
+
+def test_intervals_are_paired() -> None:
+    """Bug: the columns are resampled apart, so a difference that is the same in every sample gets a width. Nothing but the seeded
+    resampling is random: a false alarm is impossible."""
+    rng = np.random.default_rng(1)
+    cycles = rng.integers(1, 9, 50).astype(float)
+    emitted = cycles * 2 + rng.integers(0, 5, 50)
+    found = metrics.bootstrap(metrics.difference_of_ratios, emitted + 0.5 * cycles, cycles, emitted, cycles)
+    assert found == pytest.approx((0.5, 0.5, 0.5))
+    found = metrics.bootstrap(metrics.ratio_of_ratios, 2 * emitted, cycles, emitted, cycles)
+    assert found == pytest.approx((2, 2, 2))
+    value, low, high = metrics.bootstrap(metrics.ratio, emitted, cycles)
+    assert low < value < high
+
+
+def test_intervals_of_few_samples() -> None:
+    """Bugs: one sample has an interval of width 0; samples without a cycle make a resample 0 / 0 and the interval NaN, which is no JSON."""
+    assert metrics.bootstrap(metrics.ratio, [3], [2]) == (1.5, None, None)
+    assert metrics.bootstrap(metrics.ratio, [], []) is None
+    assert metrics.bootstrap(metrics.ratio, [0, 0], [0, 0]) is None
+    assert metrics.bootstrap(metrics.ratio, [1], [0]) is None
+    with_empty = metrics.bootstrap(metrics.ratio, [3, 0, 5, 0], [2, 0, 2, 0])
+    assert with_empty == metrics.bootstrap(metrics.ratio, [3, 5], [2, 2])
+    value, low, high = metrics.bootstrap(metrics.ratio_of_ratios, [3, 2], [1, 1], [1, 0], [1, 0])
+    assert np.isfinite([value, low, high]).all()
+
+
+# --- texts ---------------------------------------------------------------------------------------------
+
+
+def test_first_difference() -> None:
+    """Guards the place, an end of one text included."""
+    assert metrics.first_difference((1, 2), [1, 2]) is None
+    assert metrics.first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert metrics.first_difference((1, 2, 3), (1, 2)) == 2
+
+
+def test_margin() -> None:
+    """Guards the scores that are compared: the logits behind prompt and prefix when greedy; with a single allowed token there is none."""
+    target = Target(zoo.FAMILIES["llama"]())
+    logits_V = target.model(torch.tensor([[5, 6, 7, 8]])).logits[0, -1].float()
+    best, second = logits_V.topk(2).values.tolist()
+    assert metrics.margin(target, Request((5, 6, 7), 4), [8]) == pytest.approx(best - second, rel=1e-3)
+    assert metrics.margin(target, Request((5, 6, 7), 4, Sampling(temperature=1.0, top_k=1)), [8]) is None
+    assert metrics.margin(target, Request((5, 6, 7), 4, Sampling(temperature=1.0, seed=3)), [8]) > 0

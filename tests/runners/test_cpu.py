@@ -66,6 +66,18 @@ def test_the_models_own_numbers(family: str) -> None:
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("context", [1, 2, 3, 7, 8, 9, 12])
+def test_short_contexts(context: int) -> None:
+    """Bug: a target with a context of 8 or less was an AssertionError with the kernels."""
+    net = zoo.tiny("llama", **SIZES, max_position_embeddings=context)
+    target = Target(net).run_with(runner(Target(net)))
+    assert target.run.name == "kernels"
+    if context > 1:
+        request = Request(tuple(ids(1)), context - 1, Sampling())
+        kind = drafters.find("eagle2")
+        assert run(Decoder(target, kind.random(target, seed=1), 1), [request])[0][0] == list(plain_decode(net, request))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_has_plain_decodings_bits(family: str) -> None:
     """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows of different lengths and with another

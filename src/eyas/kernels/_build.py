@@ -1,120 +1,287 @@
-"""The compiled kernels: built with the machine's own C++ compiler at first use (seconds), kept in the user's cache folder.
+"""Compiles, checks and loads the C++ kernels of `cpu/`.
 
-The file's name holds a hash of the source, the flags, the compiler and the processor, so that nothing stale or foreign is loaded.
-EYAS_KERNELS=off turns them off, CXX names another compiler.
+They are compiled with the machine's own C++ compiler when they are first needed (some seconds) and kept in the user's cache:
+
+    ~/.cache/eyas/kernels/     private (mode 0700); a folder that other users can write to is not used
+        cpu-KEY.so             the library; KEY hashes the sources, flags, compiler and processor
+        cpu-KEY.json           its size and SHA-256, compared before it is loaded: mapping a truncated library kills the process
+        failure.json           why the last attempt failed; for a day it is not repeated
+        build.lock, build-*/   only one process compiles; the folders of killed compilations are removed by the next one
+
+Without kernels eyas computes the same by torch, slower; one logged line says why.
+EYAS_KERNELS=off turns the kernels off, CXX names another compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from eyas.files import remove_leftovers, sha256_of_file, user_cache, write_atomically
+
 __all__ = ["UnavailableError", "library", "outcome"]
 
-log = logging.getLogger(__name__)  # the command line shows what it says
+log = logging.getLogger(__name__)  # the command line prints these messages
 
-FOLDER = Path(__file__).with_name("cpu")
-SOURCE = FOLDER / "kernels.cpp"
+SOURCES = Path(__file__).with_name("cpu")
+MAIN = SOURCES / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-w")
-THREADS = "-fopenmp"
-SECONDS = 120
+OPENMP = "-fopenmp"
+COMPILE_TIMEOUT_S = 300
+CHECK_TIMEOUT_S = 60
+RETRY_AFTER_S = 24 * 3600
+CHECK = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+for name in sys.argv[2:]:
+    getattr(library, name)
+"""
 
 
 class UnavailableError(Exception):
-    """Why there are no kernels on this machine: one line."""
+    """The reason why there are no kernels on this machine, as one line."""
 
 
 def library() -> ctypes.CDLL:
-    """The kernels. UnavailableError, with the reason, where they cannot be built or loaded; that is tried once in a process."""
-    found = outcome()
-    if isinstance(found, str):
-        raise UnavailableError(found)
-    return found
+    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or loaded."""
+    result = outcome()
+    if isinstance(result, str):
+        raise UnavailableError(result)
+    return result
 
 
 @cache
 def outcome() -> ctypes.CDLL | str:
-    """The kernels, or why there are none."""
-    try:
-        return _loaded()
-    except UnavailableError as error:
-        return str(error)
-
-
-def _loaded() -> ctypes.CDLL:
+    """The loaded kernels, or the reason why there are none. Decided once per process."""
     if os.environ.get("EYAS_KERNELS", "").lower() in ("off", "0"):
-        raise UnavailableError("EYAS_KERNELS is off")
-    compiler = _compiler()
-    path = _folder() / f"cpu-{_key(compiler)}.so"
-    if not path.exists():
-        _compile(compiler, path)
+        return "EYAS_KERNELS is off"
+    if os.name != "posix":
+        return "the kernels need Linux or macOS"
+    try:
+        folder = _private_folder()
+        return _load(folder, os.environ.get("CXX") or _default_compiler())
+    except _KnownFailureError as error:
+        return str(error)
+    except (UnavailableError, OSError) as error:
+        log.warning("eyas runs slower, without its compiled kernels: %s", error)
+        return " ".join(str(error).split())
+
+
+class _KnownFailureError(UnavailableError):
+    """An earlier attempt of this day failed, and that was logged then."""
+
+
+def _load(folder: Path, compiler: str) -> ctypes.CDLL:
+    """The library from the cache; compiled now if it is not there or not as it was written."""
+    key = _key(compiler)
+    path = folder / f"cpu-{key}.so"
+    if not _is_intact(path):
+        with _build_lock(folder):
+            if not _is_intact(path):  # another process may have compiled it meanwhile
+                _refuse_known_failure(folder, key)
+                try:
+                    _build(compiler, path)
+                except UnavailableError as error:
+                    _remember_failure(folder, key, str(error))
+                    raise
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
 
 
-def _compiler() -> list[str]:
-    named = os.environ.get("CXX")
-    command = shlex.split(named) if named else [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
+# --- the cache ---------------------------------------------------------------------------------------
+
+
+def _private_folder() -> Path:
+    """The cache folder: this user's own and writable by nobody else, so that nobody can plant a library in it."""
+    try:
+        folder = user_cache() / "kernels"
+    except RuntimeError as error:
+        raise UnavailableError("there is no cache folder, because HOME is not set: set it, or XDG_CACHE_HOME") from error
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not _is_private(status):
+            for planted in folder.glob("cpu-*"):
+                planted.unlink()
+            folder.chmod(0o700)
+            status = folder.stat()
+    except OSError as error:
+        raise UnavailableError(f"the cache folder {folder} cannot be used: {(error.strerror or str(error)).lower()}") from error
+    if not _is_private(status):
+        raise UnavailableError(f"the cache folder {folder} is not this user's alone: remove it, or set XDG_CACHE_HOME")
+    return folder
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Owned by this user, and writable by nobody else."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether the library is private and has the size and hash that its manifest names."""
+    try:
+        manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        status = path.stat()
+        return _is_private(status) and status.st_size == manifest["size"] and sha256_of_file(path) == manifest["sha256"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _install(built: Path, path: Path) -> None:
+    """Move a library into the cache, on the disk before it gets its name, then write its manifest."""
+    content = built.read_bytes()
+    with write_atomically(path) as stream:
+        stream.write(content)
+    manifest = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    with write_atomically(path.with_suffix(".json")) as stream:
+        stream.write(json.dumps(manifest).encode())
+
+
+def _refuse_known_failure(folder: Path, key: str) -> None:
+    """Raises the reason of a failure of the same key in the last day."""
+    path = folder / "failure.json"
+    try:
+        failure = json.loads(path.read_text(encoding="utf-8"))
+        reason, age_s = str(failure["reason"]), time.time() - float(failure["time"])
+        recent = failure["key"] == key and 0 <= age_s < RETRY_AFTER_S
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return
+    if recent:
+        raise _KnownFailureError(f"{reason} (tried {age_s / 3600:.0f} h ago; to try again before a day has passed, delete {path})")
+
+
+def _remember_failure(folder: Path, key: str, reason: str) -> None:
+    with suppress(OSError), write_atomically(folder / "failure.json") as stream:
+        stream.write(json.dumps({"key": key, "reason": reason, "time": time.time()}).encode())
+
+
+@contextmanager
+def _build_lock(folder: Path) -> Iterator[None]:
+    """Held by the one process that compiles."""
+    from filelock import FileLock, Timeout  # only who compiles pays for the import
+
+    path = folder / "build.lock"
+    try:
+        with FileLock(path, timeout=2 * COMPILE_TIMEOUT_S):
+            yield
+    except Timeout as error:
+        raise UnavailableError(f"another process has been compiling them for long; it holds {path}") from error
+
+
+# --- compiling ---------------------------------------------------------------------------------------
+
+
+def _default_compiler() -> str:
+    """The first C++ compiler on the PATH; empty if there is none."""
+    return next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+
+
+def _key(compiler: str) -> str:
+    """A hash of everything that the library depends on. No program is run for it: it is needed at every start."""
+    programs = [path for word in compiler.split() if (path := shutil.which(word))]
+    identities = [(os.path.realpath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in programs]
+    sources = [(path.name, path.read_text(encoding="utf-8")) for path in _source_files()]
+    parts = (sources, FLAGS, OPENMP, compiler, identities, platform.machine(), _processor())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _source_files() -> list[Path]:
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _processor() -> list[str]:
+    """The first processor's model and features, as Linux lists them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(("model name", "CPU part", "flags", "Features"))]
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile the library with threads, or without where the compiler has no OpenMP; check it; move it to its path."""
+    command = _parse(compiler)
+    log.info("the CPU kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
+    remove_leftovers(path.parent)
+    for killed in path.parent.glob("build-*"):  # of dead processes: whoever compiles holds the lock
+        shutil.rmtree(killed, ignore_errors=True)
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        for flags in ((*FLAGS, OPENMP), FLAGS):
+            problem = _compile([*command, *flags, str(MAIN), "-o", str(built)], Path(folder)) or _check(built)
+            if not problem:
+                return _install(built, path)
+            problems.append(problem)
+    raise UnavailableError(f"{command[0]} could not build them: {problems[0]}")
+
+
+def _parse(compiler: str) -> list[str]:
+    try:
+        command = shlex.split(compiler)
+    except ValueError as error:
+        raise UnavailableError(f"CXX is {compiler!r}, which is no command line: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        raise UnavailableError("no C++ compiler was found (g++, clang++, or what CXX names)")
+        raise UnavailableError("there is no C++ compiler here (g++, clang++, or the one that CXX names)")
     return command
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas" / "kernels"
+def _compile(command: list[str], folder: Path) -> str:
+    """Run the compiler; its complaint, or an empty string. One that does not end is killed, with its children."""
+    complaints = folder / "stderr"
+    with complaints.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+            start_new_session=True,  # a process group of its own, to be killed as one
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        try:
+            status = process.wait(COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(f"{command[0]} did not end within {COMPILE_TIMEOUT_S} s") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if status == 0:
+        return ""
+    return " ".join(complaints.read_text(errors="replace").split())[:200] or f"exit status {status}"
 
 
-def _key(compiler: list[str]) -> str:
-    """What the compiled file depends on."""
-    told = Path("/proc/cpuinfo")
-    flags = next((line for line in told.read_text().splitlines() if line.startswith(("flags", "Features"))), "") if told.is_file() else ""
-    version = _said([*compiler, "--version"]) or ""
-    parts = [
-        *(file.read_text() for file in sorted(FOLDER.iterdir())),
-        *FLAGS,
-        *compiler,
-        version,
-        platform.machine(),
-        platform.processor(),
-        flags,
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _compile(compiler: list[str], path: Path) -> None:
-    """With threads, or without where the compiler has no OpenMP; the file appears whole or not at all."""
-    log.info("kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
-    problem = ""
+def _check(built: Path) -> str:
+    """Load the library in another process, which a broken one may kill; the fault, or an empty string."""
+    names = re.findall(r"^\w+ (eyas_\w+)\(", MAIN.read_text(encoding="utf-8"), re.MULTILINE)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            for flags in ((*FLAGS, THREADS), FLAGS):
-                done = subprocess.run(
-                    [*compiler, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS, check=False
-                )
-                if done.returncode == 0:
-                    made.replace(path)
-                    return
-                problem = problem or " ".join(done.stderr.split())[:200]
-    except (OSError, subprocess.SubprocessError) as error:
-        problem = str(error)
-    raise UnavailableError(f"{compiler[0]} could not build them: {problem}")
-
-
-def _said(command: list[str]) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", CHECK, str(built), *names],
+            capture_output=True,
+            timeout=CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "what it built hangs when it is loaded"
+    if done.returncode == 0:
+        return ""
+    reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"signal {-done.returncode}"]
+    return f"what it built cannot be loaded: {reason[0][:200]}"

@@ -59,9 +59,16 @@ def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, v
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, stream: int, threads: ThreadCount = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """int64 [B, N]: the tokens drawn at nodes of these depths below roots at `position`, by the largest score + noise of the position
-    behind the node, as `sampling.GumbelNoise` has it; bool [B]: rows with a score that is not a number. The noise of a token is only worked out
-    where the token could still win."""
+    """Draw a token at every node by the largest score + Gumbel noise; the largest score in greedy rows.
+
+    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed only for tokens that can still win.
+
+    Args:
+        depth_BN: the nodes' depths below their roots, which stand at `position_B`.
+
+    Returns:
+        int64 [B, N] tokens; bool [B]: rows with a NaN score.
+    """
     B, N, V = scores_BNV.shape
     given = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
     drawn_BN, broken_B = torch.empty(B, N, dtype=torch.long), torch.empty(B, dtype=torch.bool)

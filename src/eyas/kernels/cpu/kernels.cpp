@@ -72,7 +72,7 @@ void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream, con
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < B * N; row++) {
         if (greedy[row / N]) {
-            std::memset(noise + row * V, 0, V * sizeof(float));
+            if (V) std::memset(noise + row * V, 0, V * sizeof(float));
             continue;
         }
         const Bits bits(seed[row / N], stream, position[row]);
@@ -90,7 +90,7 @@ void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream, con
 // largest score in greedy rows. broken [B]: rows with a score that is not a number.
 void eyas_draw(const float* scores, const int64_t* depth, const int64_t* seed, const uint8_t* greedy, int64_t stream, const int64_t* position,
                int64_t B, int64_t N, int64_t V, int64_t* drawn, uint8_t* broken, int64_t threads) {
-    std::memset(broken, 0, B);
+    if (B) std::memset(broken, 0, B);  // an empty tensor has no address
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < B * N; row++) {
         const int64_t b = row / N;

@@ -1,0 +1,255 @@
+"""Building and loading the CPU kernels: broken compilers, broken caches and other people's files end in one line, never in a crash.
+
+Compilers are shell scripts here; the one that works copies the library that this session has compiled already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eyas import kernels
+from eyas.kernels import _build
+
+Compiler = Callable[[str], Path]
+needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """An empty cache, and a process that has not asked for kernels yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _build.outcome.cache_clear()
+    yield
+    _build.outcome.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    """The library of this session."""
+    return Path(kernels.library()._name)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    """Makes CXX a shell script; "$out" is the file that it is to write. It counts its runs in `runs`."""
+
+    def write(script: str) -> Path:
+        program = tmp_path / "compiler"
+        program.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor out; do :; done\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(program))
+        return program
+
+    return write
+
+
+def runs(tmp_path: Path) -> int:
+    path = tmp_path / "runs"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "eyas" / "kernels"
+
+
+def reason() -> str:
+    """Why a process that starts now has no kernels; empty if it has them."""
+    _build.outcome.cache_clear()
+    line = kernels.why_not() or ""
+    assert "\n" not in line
+    return line
+
+
+@needs
+def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, tmp_path: Path) -> None:
+    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may write there."""
+    compiler(f'cp {library} "$out"')
+    assert not reason()
+    assert not reason()
+    assert runs(tmp_path) == 1
+    names = sorted(path.name for path in folder(tmp_path).iterdir())
+    assert [name.split("-")[0] for name in names] == ["build.lock", "cpu", "cpu"]
+    assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
+
+
+@needs
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "garbled manifest", "manifest of another kind"])
+def test_a_damaged_library_is_compiled_again(library: Path, compiler: Compiler, tmp_path: Path, damage: str) -> None:
+    """Bug: a library that was cut off killed every command by SIGBUS until somebody deleted the cache."""
+    compiler(f'cp {library} "$out"')
+    assert not reason()
+    built, manifest = next(folder(tmp_path).glob("*.so")), next(folder(tmp_path).glob("cpu-*.json"))
+    content = built.read_bytes()
+    if damage == "truncated":
+        built.write_bytes(content[:5000])
+    elif damage == "flipped":
+        built.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text("{" if damage == "garbled manifest" else '["size"]')
+    assert not reason()
+    assert runs(tmp_path) == 2
+    assert built.read_bytes() == content
+
+
+@needs
+def test_a_truncated_library_does_not_kill_a_process(library: Path, compiler: Compiler, tmp_path: Path) -> None:
+    """The same bug, in a process of its own, with a compiler that is gone meanwhile."""
+    program = compiler(f'cp {library} "$out"')
+    assert not reason()
+    next(folder(tmp_path).glob("*.so")).write_bytes(library.read_bytes()[:5000])
+    program.write_text("#!/bin/sh\nexit 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from eyas import kernels; print(kernels.why_not())"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "could not build them: exit status 1" in done.stdout
+
+
+WRONG = {
+    "lacks the symbols": ('cp "{other}" "$out"', "undefined symbol"),
+    "writes no library": ('echo hello > "$out"', "cannot be loaded"),
+    "writes nothing": ("exit 0", "cannot be loaded"),
+    "fails": ("echo 'kernels.cpp:1: error: no' >&2; exit 1", "kernels.cpp:1: error: no"),
+    "fails silently": ("exit 3", "exit status 3"),
+    "crashes": ("kill -SEGV $$", "exit status -11"),
+}
+
+
+@needs
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_compiler_that_does_not_work(kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: a compiler that ended well with a library without the functions was a traceback at the first call. It is one line, said
+    once a day; nothing is left in the cache but the reason."""
+    import _ctypes  # any library that loads and has none of the functions
+
+    script, says = WRONG[kind]
+    compiler(script.format(other=_ctypes.__file__))
+    with caplog.at_level(logging.WARNING, "eyas"):
+        assert says in reason()
+        tried = runs(tmp_path)
+        assert tried == 2, "with threads and without"
+        assert says in reason()
+        assert "to try again before a day has passed, delete" in reason()
+    assert runs(tmp_path) == tried, "not at every start"
+    assert [record.message.startswith("eyas runs slower") for record in caplog.records] == [True]
+    assert sorted(path.name for path in folder(tmp_path).iterdir()) == ["build.lock", "failure.json"]
+
+
+def test_a_failure_is_forgotten_after_a_day(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards the way back: on the next day, with another compiler, or without the file, it is tried again."""
+    compiler("exit 1")
+    assert reason()
+    failure = folder(tmp_path) / "failure.json"
+    tries = [runs(tmp_path)]
+    record = json.loads(failure.read_text())
+    for changes in ({"time": time.time() - 25 * 3600}, {"time": time.time() + 3600}, {"time": "x"}, {"key": "0"}):
+        failure.write_text(json.dumps(record | changes))
+        assert reason()
+        tries.append(runs(tmp_path))
+    failure.write_text("[" * 100_000)
+    assert reason()
+    failure.unlink()
+    assert reason()
+    compiler("exit 1  # repaired, but not well enough")
+    assert reason()
+    tries += [runs(tmp_path)]
+    assert tries == [2, 4, 6, 8, 10, 16]
+
+
+def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: only the compiler's first process was killed; what it had started went on. It is not run a second time."""
+    monkeypatch.setattr(_build, "COMPILE_TIMEOUT_S", 1)
+    compiler(f"sh -c 'echo $$ > {tmp_path}/child; exec sleep 1000'")
+    assert "did not end within 1 s" in reason()
+    assert runs(tmp_path) == 1
+    child = int((tmp_path / "child").read_text())
+    for _ in range(1000):  # until the system has taken it away
+        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
+            return
+        time.sleep(0.01)
+    pytest.fail("the compiler's child is alive")
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"CXX": 'g++ "'}, "no command line: No closing quotation"),
+        ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
+        ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
+        ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
+        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
+        ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
+    ],
+)
+def test_environments_without_kernels(environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a quotation mark in CXX was a traceback. Every reason is one line."""
+    import re
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(says, reason())
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: without HOME, as a user whom the system does not know (in a container), every command was a traceback."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert "HOME is not set" in reason()
+
+
+@needs
+def test_a_cache_that_others_can_write_to(library: Path, compiler: Compiler, tmp_path: Path) -> None:
+    """Bug: a library in a folder that other users can write to was loaded, whoever had put it there."""
+    compiler(f'cp {library} "$out"')
+    assert not reason()
+    folder(tmp_path).chmod(0o777)
+    assert not reason()
+    assert runs(tmp_path) == 2, "what lay there is not trusted"
+    assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
+    next(folder(tmp_path).glob("*.so")).chmod(0o666)
+    assert not reason()
+    assert runs(tmp_path) == 3
+
+
+@needs
+def test_a_cache_of_another_user(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: the same for a folder, and for a library in a folder of one's own, that belongs to somebody else."""
+    compiler(f'cp {library} "$out"')
+    assert not reason()
+    mine = os.getuid()
+    if mine == 0:
+        os.chown(next(folder(tmp_path).glob("*.so")), 12345, -1)
+        assert not reason()
+        assert runs(tmp_path) == 2
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    assert "is not this user's alone" in reason()
+
+
+@needs
+def test_killed_compilations_are_cleaned(library: Path, compiler: Compiler, tmp_path: Path) -> None:
+    """Bug: the temporary folder of a compilation that was killed stayed for ever. That of a living one stays: it holds the lock."""
+    from filelock import FileLock
+
+    compiler(f'cp {library} "$out"')
+    folder(tmp_path).mkdir(parents=True, mode=0o700)
+    killed = folder(tmp_path) / "build-killed"
+    killed.mkdir()
+    (killed / "cc1.s").write_text("half")
+    with FileLock(folder(tmp_path) / "build.lock"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_build, "COMPILE_TIMEOUT_S", 0.05)
+        assert "another process" in reason()
+        assert killed.exists()
+    assert not reason()
+    assert not killed.exists()

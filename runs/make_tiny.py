@@ -240,6 +240,7 @@ def quantise_stage(args: argparse.Namespace) -> None:
     from eyas import tiny
 
     args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "checksums.json").unlink(missing_ok=True)  # those of the model before
     save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (args.output / name).write_bytes((args.model / name).read_bytes())

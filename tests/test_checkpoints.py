@@ -380,7 +380,7 @@ def test_quantised_head(tmp_path: Path) -> None:
     """Guards against integers that are taken for weights."""
     config, tensors = published()
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
-    refused(put(tmp_path, config, tensors), r"not floating point: fc\.weight \(torch\.int8\)")
+    refused(put(tmp_path, config, tensors), r"not floating point of 16 bits or more: fc\.weight \(torch\.int8\)")
 
 
 def test_unknown_format(tmp_path: Path) -> None:

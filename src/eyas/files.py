@@ -4,6 +4,7 @@
     locked_output       one process at a time writes into an output; the second one is refused
     remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed
+    is_altered          whether a file differs from the checksum that was shipped with it
     user_cache          the folder of measurements and compiled kernels of this machine
 
 This module does not know what the files hold.
@@ -26,6 +27,8 @@ from typing import BinaryIO
 from eyas.errors import InputError
 
 __all__ = [
+    "CHECKSUMS",
+    "is_altered",
     "locked_output",
     "remove_leftovers",
     "replaced",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 LOCK = ".lock"
+CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
 
 
 def user_cache() -> Path:
@@ -49,6 +53,18 @@ def sha256_of_file(path: str | Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_altered(path: str | Path) -> bool:
+    """Whether a checksums.json, in the file's folder or the one above it, has another SHA-256 for the file."""
+    path = Path(path).absolute()
+    for folder in path.parents[:2]:
+        try:
+            expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))[path.relative_to(folder).as_posix()]
+            return len(expected) == 64 and sha256_of_file(path) != expected
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # no checksums, or none for this file
+            continue
+    return False
 
 
 @contextmanager

@@ -634,12 +634,12 @@ def test_what_is_written(tmp_path: Path) -> None:
         **LAYER, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "head_dim": WIDTH, "rope_theta": 1e4,
         "rope_scaling": None, "tie_word_embeddings": False, "draft_vocab_size": len(IDS), "torch_dtype": "float32",
     }  # fmt: skip
-    head = specforge(**inner([1, 5, 9]), norm_output=True, eyas={"carries": "normed", "target_fingerprint": "ab"})
+    head = specforge(**inner([1, 5, 9]), norm_output=True, eyas={"carries": "normed", "target_fingerprint": "ab:1.0"})
     first = read(tmp_path / "c", head)
-    assert first.config["eyas"] == {"target_fingerprint": "ab"}
+    assert first.config["eyas"] == {"target_fingerprint": "ab:1.0"}
     save(first, tmp_path / "d")
     assert json.loads((tmp_path / "d" / "config.json").read_text())["eyas"] == {
-        "target_fingerprint": "ab",
+        "target_fingerprint": "ab:1.0",
         "feature_layers": [2, 6, 10],
         "layer_ids": "input",
         "layer_ids_as_published": {"ids": [1, 5, 9], "meaning": "output"},

@@ -89,7 +89,7 @@ def test_reading_the_published_names(tmp_path: Path, file: str) -> None:
 def test_there_and_back(tmp_path: Path, arch: str) -> None:
     """Guards the writer: the same names and values come out that were read, and the record stays."""
     held = tensors(arch) | {"input_embed_fn.weight": torch.ones(V, D)}
-    first = load(lay(tmp_path / "a", config(arch, eyas={"target_fingerprint": "x"}), held))
+    first = load(lay(tmp_path / "a", config(arch, eyas={"target_fingerprint": "0a1:0.5"}), held))
     save(first, tmp_path / "b")
     assert load_file(tmp_path / "b" / "model.safetensors").keys() == held.keys()
     second = load(tmp_path / "b")

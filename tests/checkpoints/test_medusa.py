@@ -59,7 +59,7 @@ def test_heads_are_counted_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_there_and_back(tmp_path: Path, own: bool) -> None:
     """Guards the writer: what is read from what it wrote is the same, under the published names, and the record stays."""
-    first = load(lay(tmp_path / "a", config(eyas={"target_fingerprint": "x"}), tensors(own=own)))
+    first = load(lay(tmp_path / "a", config(eyas={"target_fingerprint": "0a1:0.5"}), tensors(own=own)))
     save(first, tmp_path / "b")
     assert load_file(tmp_path / "b" / "medusa_lm_head.safetensors").keys() == tensors(own=own).keys()
     second = load(tmp_path / "b")

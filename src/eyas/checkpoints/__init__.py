@@ -1,8 +1,8 @@
-"""Draft heads on disk and on the hub: `load` and `save` turn a folder or a hub id into `Weights` and back, whatever its format.
+"""Draft heads on disk and on the hub: `load` and `save` convert between a folder or hub id and `Weights`, in any format.
 
-One file of this folder is one published format: which tensor names it uses, and what its config.json says. A new format is a new file
-(see `Format` in `_weights.py`); there is no list of formats. This room knows no network and no model: what a drafter does with the
-tensors, and which shapes it wants, it says itself through `expect`.
+One module of this package is one published format: its tensor names and the meaning of its config.json. A new format is a new module (see
+`Format` in `_weights.py`); there is no list of formats. This package knows no network and no model: a drafter checks names and shapes
+with `expect`.
 """
 
 from eyas.checkpoints._weights import Format, Weights, expect, load, save

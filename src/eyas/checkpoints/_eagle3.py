@@ -1,13 +1,14 @@
-"""EAGLE-3 heads in our form, and what their published formats share: names, vocabulary maps, layer ids, refusals.
+"""EAGLE-3 heads in our names, and what their published formats share: tensor names, vocabulary maps, layer ids, refusals.
 
-It does not know in which format a head came: the files of the formats say where a setting stands in config.json and what it means there.
+This module does not know in which format a head was published: the format's module says where a
+setting stands in config.json and what it means there.
 
 Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, Vd draft vocabulary):
 
     fc.weight [D, F]                                  fc.bias [D], if fc_bias
-    layer.embed_norm.weight [D]                       over the token embedding (published: input_layernorm)
-    layer.hidden_norm.weight [D]                      over the state
-    layer.attention.{q,k,v}.weight [rows, 2D]         over [embedding, state]; biases [rows], if qkv_bias
+    layer.embed_norm.weight [D]                       norm of the token embedding (published: input_layernorm)
+    layer.hidden_norm.weight [D]                      norm of the hidden state
+    layer.attention.{q,k,v}.weight [rows, 2D]         over [embedding, hidden state]; biases [rows], if qkv_bias
     layer.attention.o.weight [D, heads * head_dim]
     layer.mlp_norm.weight [D]                         layer.mlp.{gate,up}.weight [I, D], layer.mlp.down.weight [D, I]
     norm.weight [D]
@@ -24,8 +25,8 @@ Our config: the keys of an EAGLE-1 head (`safeailab`) and
     layer_ids_as_published   {"ids": [...], "meaning": "input" or "output"}, or None when config.json named none
     norm_before_fc           one norm over all features before fc
     fc_norm                  one norm over each feature before fc
-    norm_before_residual     the layer's residual is the normed state instead of the raw one
-    carries                  "raw" or "normed": what is fed back as the next state, before or after the final norm
+    norm_before_residual     the layer's residual is the normed hidden state instead of the raw one
+    carries                  "raw" or "normed": whether the next state is taken before or after the final norm
     head                     "own", or "target" for a head that uses the target's
 """
 
@@ -38,8 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints._llama import count, flag, mapping, number, read_layer, read_scaling
-from eyas.checkpoints._weights import Shape, differences
+from eyas.checkpoints._llama import Shape, count, flag, layer_names, layer_shapes, mapping, read_layer, read_rope
+from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
 
 SGLANG, VLLM = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 NAME_THE_FORM = f'"architectures": ["{SGLANG}"] (SpecForge, SGLang, ModelOpt) or ["{VLLM}"] (vLLM)'
-"""What to write into a config.json that does not say whose form it has."""
+"""The line that a config.json needs if it does not say whose format it has."""
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
@@ -58,16 +59,8 @@ SETTINGS = frozenset(
     {"carries", "layer_ids", "feature_layers", "layer_ids_as_published", "norm_before_fc", "fc_norm", "norm_before_residual", "head"}
     | {"draft_vocab_size"}
 )
-"""Keys of the "eyas" object that say how a head is computed; all others are the writer's record, which is handed on."""
+"""Keys of the "eyas" object that define the computation; all others are the writer's record and are kept as they are."""
 
-_LAYER = {
-    "input_layernorm.weight": "layer.embed_norm.weight",
-    "hidden_norm.weight": "layer.hidden_norm.weight",
-    **{f"self_attn.{x}_proj.{kind}": f"layer.attention.{x}.{kind}" for kind in ("weight", "bias") for x in "qkv"},
-    "self_attn.o_proj.weight": "layer.attention.o.weight",
-    "post_attention_layernorm.weight": "layer.mlp_norm.weight",
-    **{f"mlp.{x}_proj.weight": f"layer.mlp.{x}.weight" for x in ("gate", "up", "down")},
-}
 _REST = {
     "fc.weight": "fc.weight",
     "fc.bias": "fc.bias",
@@ -90,17 +83,17 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "logit_scale": (1, "the logits are scaled"),
     "partial_rotary_factor": (1, "RoPE turns a part of each head only"),
 }
-"""Settings that change the computation: what they must be where they are given, and what they say otherwise."""
+"""Settings that change the computation: the value that is supported, and the meaning of any other."""
 
 _NORMS = frozenset({"norm_before_fc", "fc_norm", "use_aux_norm", "norm_before_residual", "norm_output"})
 _IN_EAGLE_CONFIG = frozenset({IDS, "parallel_draft_heads_num_layers"}) | _NORMS | _MUST_BE.keys()
 
 
-# --- telling -----------------------------------------------------------------------------------------------------------------------------
+# --- recognition -------------------------------------------------------------------------------------
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a head of EAGLE-3, in any format, readable or not."""
+    """Whether this is an EAGLE-3 head of any format, readable or not."""
     return (
         "speculators_model_type" in config
         or "eagle3" in architecture(config).lower()
@@ -110,15 +103,15 @@ def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def architecture(config: Mapping[str, Any]) -> str:
     """The first name under `architectures`; empty when there is none."""
-    given = config.get("architectures")
-    return given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
-# --- our form ----------------------------------------------------------------------------------------------------------------------------
+# --- our names ----------------------------------------------------------------------------------------
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config with every key: what is absent or None gets the meaning that this has in published heads."""
+    """Our config with every key; absent ones get the published formats' default."""
     layers = config.get("feature_layers")
     return {
         **config,
@@ -138,25 +131,23 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Our tensor names and their shapes, from our complete config; `embed.weight` may be absent where D = T."""
-    hidden, inner, width, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim", "draft_vocab_size"))
-    target, features = config["target_hidden_size"], config["num_features"] * config["target_hidden_size"]
-    rows = {"q": config["num_heads"] * width, "k": config["num_kv_heads"] * width, "v": config["num_kv_heads"] * width}
-    out: dict[str, Shape] = {"fc.weight": (hidden, features)}
+    hidden, vocab, draft_vocab = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
+    target = config["target_hidden_size"]
+    features = config["num_features"] * target
+    out: dict[str, Shape] = {
+        "fc.weight": (hidden, features),
+        "layer.embed_norm.weight": (hidden,),
+        "layer.hidden_norm.weight": (hidden,),
+        **layer_shapes(config, 2 * hidden),
+        "norm.weight": (hidden,),
+        "embed.weight": (vocab, hidden),
+    }
     if config["fc_bias"]:
         out["fc.bias"] = (hidden,)
-    out |= {"layer.embed_norm.weight": (hidden,), "layer.hidden_norm.weight": (hidden,)}
-    for name, size in rows.items():
-        out[f"layer.attention.{name}.weight"] = (size, 2 * hidden)
-        if config["qkv_bias"]:
-            out[f"layer.attention.{name}.bias"] = (size,)
-    out |= {"layer.attention.o.weight": (hidden, rows["q"]), "layer.mlp_norm.weight": (hidden,)}
-    out |= {"layer.mlp.gate.weight": (inner, hidden), "layer.mlp.up.weight": (inner, hidden), "layer.mlp.down.weight": (hidden, inner)}
-    out["norm.weight"] = (hidden,)
     if config["head"] == "own":
-        out["head.weight"] = (vocab, hidden)
-    if vocab != config["vocab_size"]:
-        out["draft_ids"] = (vocab,)
-    out["embed.weight"] = (config["vocab_size"], hidden)
+        out["head.weight"] = (draft_vocab, hidden)
+    if draft_vocab != vocab:
+        out["draft_ids"] = (draft_vocab,)
     if config["fc_norm"]:
         out |= {f"fc_norm.{i}.weight": (target,) for i in range(config["num_features"])}
     if config["norm_before_fc"]:
@@ -165,20 +156,26 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def names_of(layer: str, features: int) -> dict[str, str]:
-    """Published tensor name -> ours, for the published name of the layer ("midlayer"); without the maps of the vocabulary."""
-    inner = {f"{layer}.{name}": ours for name, ours in _LAYER.items()}
-    return inner | _REST | {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
+    """Published tensor name -> ours, for the published name of the layer ("midlayer"); without the vocabulary maps."""
+    norms = {f"{layer}.input_layernorm.weight": "layer.embed_norm.weight", f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight"}
+    fc_norms = {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
+    return layer_names(layer, "layer") | norms | _REST | fc_norms
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------------------------
+# --- reading -----------------------------------------------------------------------------------------
 
 
 def read_flat(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head whose config.json is flat, with `eagle_config` in it, as SGLang and vLLM read it -> our config, our tensors.
+    """Read a head whose config.json is flat with an `eagle_config` object, as SGLang and vLLM publish it.
 
-    meaning: of layer ids; carries: as far as the format tells.
+    Args:
+        meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
+        carries: the format's rule for the next state, "raw" or "normed".
+
+    Returns:
+        Our config, our tensors.
     """
     inner = mapping(config, "eagle_config")
     for key, value in inner.items():
@@ -186,22 +183,22 @@ def read_flat(
             raise CheckpointError(
                 f"config.json has eagle_config.{key} {value!r}, which is not known here; remove it if the head is computed without it"
             )
-    given = _merged(config, inner)
+    merged = _merged(config, inner)
     settings = {
-        **layer_ids(config, given.get(IDS), meaning),
-        **{key: flag(given, key, False) for key in ("norm_before_fc", "norm_before_residual")},
-        "fc_norm": flag(given, "fc_norm", False) or flag(given, "use_aux_norm", False),
+        **layer_ids(config, merged.get(IDS), meaning),
+        **{key: flag(merged, key, False) for key in ("norm_before_fc", "norm_before_residual")},
+        "fc_norm": flag(merged, "fc_norm", False) or flag(merged, "use_aux_norm", False),
         "carries": choice(mapping(config, "eyas"), "carries", CARRIES) or carries,
         "target_hidden_size": config.get("target_hidden_size"),
         "draft_vocab_size": config.get("draft_vocab_size"),
     }
-    named = settings["num_features"]
-    if count(given, "num_aux_hidden_states", named) != named:
+    features = settings["num_features"]
+    if count(merged, "num_aux_hidden_states", features) != features:
         raise CheckpointError(
-            f"config.json has num_aux_hidden_states {given['num_aux_hidden_states']} and names {named} layers (three where it names none): "
-            f"name all of them under eagle_config.{IDS}"
+            f"config.json has num_aux_hidden_states {merged['num_aux_hidden_states']} and names {features} layers (three where it names "
+            f"none): name all of them under eagle_config.{IDS}"
         )
-    return assemble(given, tensors, settings, ("midlayer", "layers.0"), mapping(config, "eyas"))
+    return assemble(merged, tensors, settings, ("midlayer", "layers.0"), mapping(config, "eyas"))
 
 
 def assemble(
@@ -212,54 +209,73 @@ def assemble(
     record: Mapping[str, Any],
     strict: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors, and the settings that a format found -> our config, our tensors.
+    """Published config and tensors, with the settings that the format has read -> our config, our tensors.
 
-    layers: the names that the layer may have; record: the "eyas" object; strict: lm_head and t2d must be there, as the reference
-    publishes them, and claims of biases are not read.
+    Args:
+        layers: the names that the layer may have.
+        record: the "eyas" object of config.json.
+        strict: lm_head and t2d must be there, as in SafeAILab's heads, and a bias exists only where its
+            tensor does, whatever config.json says.
     """
     refuse(config)
     layer = _layer_of(tensors, layers)
-    biases = [f"{layer}.self_attn.{x}_proj.bias" for x in "qkv"]
-    attention = "qkv_bias" if config.get("qkv_bias") is not None else "attention_bias"
+    ours = _our_config(config, tensors, settings, layer, strict)
+    reduced = ours["draft_vocab_size"] != ours["vocab_size"]
+    same_width = ours["target_hidden_size"] == ours["hidden_size"]
+    if not strict and "lm_head.weight" not in tensors and not reduced and same_width:
+        ours["head"] = "target"
+    names, our_shapes = names_of(layer, ours["num_features"]), shapes(ours)
+    expected = {name: our_shapes[our_name] for name, our_name in names.items() if our_name in our_shapes}
+    expected |= {"d2t": (ours["draft_vocab_size"],), "t2d": (ours["vocab_size"],)}
+    optional = {"embed_tokens.weight"} if same_width else set()
+    if not reduced:
+        optional |= {"d2t", "t2d"}
+    elif not strict:
+        optional |= {"t2d"}
+    faults = differences(tensors, expected, optional)
+    if faults:
+        raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")
+    _check_dtypes(tensors)
+    ids = _draft_ids(tensors, ours["vocab_size"], ours["draft_vocab_size"])
+    our_tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    if ids is not None:
+        our_tensors["draft_ids"] = ids
+    kept = {key: value for key, value in record.items() if key not in SETTINGS}
+    return ({**ours, "eyas": kept} if kept else ours), our_tensors
+
+
+def _our_config(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], settings: Mapping[str, Any], layer: str, strict: bool
+) -> dict[str, Any]:
+    has_qkv_bias = any(f"{layer}.self_attn.{x}_proj.bias" in tensors for x in "qkv")
+    qkv_key = "qkv_bias" if config.get("qkv_bias") is not None else "attention_bias"
     base = {
         **read_layer(config),
-        **_rope(config),
+        **read_rope(config),
         "fc_bias": _bias(config, "bias", "fc.bias" in tensors, strict),
-        "qkv_bias": _bias(config, attention, any(name in tensors for name in biases), strict),
+        "qkv_bias": _bias(config, qkv_key, has_qkv_bias, strict),
     }
     ours = complete({**base, **settings, "window": _window(config, base["max_positions"])})
-    _refuse_sizes(ours, tensors)
-    reduced = ours["draft_vocab_size"] != ours["vocab_size"]
-    alike = ours["target_hidden_size"] == ours["hidden_size"]
-    if not strict and "lm_head.weight" not in tensors and not reduced and alike:
-        ours["head"] = "target"
-    names = names_of(layer, ours["num_features"])
-    sizes = shapes(ours)
-    wanted = {name: sizes[mine] for name, mine in names.items() if mine in sizes}
-    wanted |= {"d2t": (ours["draft_vocab_size"],), "t2d": (ours["vocab_size"],)}
-    optional = {"embed_tokens.weight"} if alike else set()
-    optional |= set() if reduced and strict else {"t2d"} if reduced else {"d2t", "t2d"}
-    found = differences(tensors, wanted, optional)
-    if found:
-        raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {found}")
-    _refuse_dtypes(tensors)
-    ids = _draft_ids(tensors, ours["vocab_size"], ours["draft_vocab_size"])
-    renamed = {names[name]: tensor for name, tensor in tensors.items() if name in names}
-    kept = {key: value for key, value in record.items() if key not in SETTINGS}
-    return ({**ours, "eyas": kept} if kept else ours), (renamed if ids is None else {**renamed, "draft_ids": ids})
+    _check_sizes(ours, tensors)
+    return ours
 
 
 def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) -> dict[str, Any]:
-    """Layer ids as published, and their meaning in this format if it has one -> feature_layers, layer_ids_as_published, num_features.
+    """feature_layers, layer_ids_as_published and num_features from the published layer ids.
 
-    "eyas" in config.json goes before the format: "layer_ids" says the meaning, "feature_layers" are ids where none are published.
+    The "eyas" object overrides the format: its "layer_ids" gives the meaning, its "feature_layers" are
+    the ids where none are published.
+
+    Args:
+        meaning: of ids in this format, "input" or "output"; None where the format leaves it open.
     """
     eyas = mapping(config, "eyas")
-    meaning = choice(eyas, "layer_ids", MEANINGS) or meaning
+    override = choice(eyas, "layer_ids", MEANINGS)
+    meaning = override or meaning
     added = eyas.get("feature_layers")
     if added is not None and published is not None:
         raise CheckpointError(f"config.json has layer ids twice, in {IDS} and in eyas.feature_layers: remove one")
-    if added is not None and choice(eyas, "layer_ids", MEANINGS) is None:
+    if added is not None and override is None:
         raise CheckpointError('config.json has eyas.feature_layers; say what they mean: "layer_ids": "input" or "output" beside them')
     ids = published if added is None else added
     if ids is None:
@@ -272,13 +288,13 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
             f"config.json has layer ids {ids} and does not tell whether they mean the input or the output of a layer: "
             f'add "eyas": {{"layer_ids": "input"}} (hidden_states[{ids[0]}]) or {{"layer_ids": "output"}} (hidden_states[{ids[0] + 1}])'
         )
-    said = {"ids": ids, "meaning": meaning} if added is None else eyas.get("layer_ids_as_published")
-    layers = tuple(i + (meaning == "output") for i in ids)
-    return {"feature_layers": layers, "layer_ids_as_published": said, "num_features": len(layers)}
+    as_published = {"ids": ids, "meaning": meaning} if added is None else eyas.get("layer_ids_as_published")
+    layers = tuple(i + 1 for i in ids) if meaning == "output" else tuple(ids)
+    return {"feature_layers": layers, "layer_ids_as_published": as_published, "num_features": len(layers)}
 
 
 def choice(config: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | None:
-    """One of the allowed words, or None when absent."""
+    """The value of a key of the "eyas" object, one of the allowed words; None when absent."""
     value = config.get(key)
     if value is not None and value not in allowed:
         raise CheckpointError(f"config.json has eyas.{key} {value!r}; it must be {' or '.join(allowed)}")
@@ -286,37 +302,28 @@ def choice(config: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str |
 
 
 def _merged(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with what stands in its eagle_config; a setting that stands in both must be the same."""
-    given = {key: value for key, value in inner.items() if value is not None}
-    for key, value in given.items():
+    """config.json with the settings of its eagle_config, which must not contradict it."""
+    settings = {key: value for key, value in inner.items() if value is not None}
+    for key, value in settings.items():
         if config.get(key) is not None and config[key] != value:
             raise CheckpointError(f"config.json has {key} {config[key]!r}, and {value!r} in its eagle_config: remove the wrong one")
-    return {**config, **given}
+    return {**config, **settings}
 
 
 def _bias(config: Mapping[str, Any], key: str, present: bool, strict: bool) -> bool:
-    """Whether there is a bias: what config.json says, so that the tensors are then checked against it; if it says nothing, the tensors."""
-    said = flag(config, key, present)
-    return present if strict and said else said
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling; from `rope_theta`, `rope_scaling` and `rope_parameters`, which may not contradict each other."""
-    places = [place for key in ("rope_scaling", "rope_parameters") if (place := mapping(config, key))]
-    bases = {number(place, "rope_theta") for place in (config, *places) if place.get("rope_theta") is not None}
-    if len(bases) > 1:
-        raise CheckpointError(f"config.json has more than one rope_theta, {' and '.join(map(str, sorted(bases)))}: remove the wrong one")
-    scalings = [read_scaling(place) for place in places]
-    if any(scaling != scalings[0] for scaling in scalings):
-        raise CheckpointError("config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one")
-    return {"rope_theta": bases.pop() if bases else 10000.0, "rope_scaling": scalings[0] if scalings else None}
+    """Whether the head has a bias. config.json decides, so that the tensors are checked against it; when silent, the tensors do."""
+    claimed = flag(config, key, present)
+    return claimed and present if strict else claimed
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> Tensor | None:
-    """The target's ids of the draft tokens: d2t holds how far each is from its draft id, t2d marks them among all."""
+    """The target's ids of the draft tokens, int64 [Vd]; None when the vocabularies are the same.
+
+    d2t holds target id - draft id for each draft token, t2d marks the same target ids as booleans.
+    """
     offsets, marks = tensors.get("d2t"), tensors.get("t2d")
-    plain = torch.arange(draft_vocab)
-    ids = plain if offsets is None else plain + offsets.long()
+    draft_tokens = torch.arange(draft_vocab)
+    ids = draft_tokens if offsets is None else draft_tokens + offsets.long()
     marked = ids if marks is None else marks.nonzero().flatten()
     if offsets is not None and marks is not None and draft_vocab != vocab and torch.equal(offsets.long(), marked):
         raise CheckpointError("d2t holds the target's ids themselves; it must hold offsets, target id - draft id")
@@ -334,11 +341,30 @@ def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> T
     return None if draft_vocab == vocab else ids
 
 
-# --- refusing ----------------------------------------------------------------------------------------------------------------------------
+def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    refuse_dtypes(tensors, but=("d2t", "t2d"))
+    offsets, marks = tensors.get("d2t"), tensors.get("t2d")
+    if offsets is not None and offsets.dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(f"d2t is {offsets.dtype}; it must be int64")
+    if marks is not None and marks.dtype != torch.bool:
+        raise CheckpointError(f"t2d is {marks.dtype}; it must be bool")
+
+
+def _layer_of(names: Collection[str], allowed: Sequence[str]) -> str:
+    """The published name of the layer. Layers are counted from the tensors: published num_hidden_layers are often wrong."""
+    layers = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
+    if len(layers) != 1 or layers[0] not in allowed:
+        raise CheckpointError(
+            f"an EAGLE-3 head of this form has one layer, {' or '.join(allowed)}; this file has {', '.join(layers) or 'none'}"
+        )
+    return layers[0]
+
+
+# --- refusing ----------------------------------------------------------------------------------------
 
 
 def refuse(config: Mapping[str, Any]) -> None:
-    """Settings that change the computation into one that is not served."""
+    """Raise CheckpointError for settings whose computation is not supported."""
     for key, (wanted, why) in _MUST_BE.items():
         value = config.get(key)
         if value is not None and value != wanted:
@@ -353,8 +379,8 @@ def refuse(config: Mapping[str, Any]) -> None:
         raise CheckpointError("config.json has both fc_norm and norm_before_fc; a head has one or the other")
 
 
-def _refuse_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Sizes that are no whole numbers, or that contradict each other."""
+def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for sizes that are no whole numbers or contradict each other."""
     vocab, draft_vocab = count(ours, "vocab_size"), count(ours, "draft_vocab_size")
     count(ours, "target_hidden_size")
     if draft_vocab > vocab:
@@ -369,33 +395,7 @@ def _refuse_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Non
 
 
 def _window(config: Mapping[str, Any], positions: int) -> int | None:
-    """Tokens that the head's layer sees, where that is fewer than it was trained for."""
+    """The sliding window in tokens, where it is shorter than the trained length."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get("use_sliding_window") is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None
-
-
-def _refuse_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Quantised weights, and maps of the vocabulary that are none."""
-    wrong = [
-        f"{name} ({tensor.dtype})"
-        for name, tensor in tensors.items()
-        if name not in ("d2t", "t2d") and not (tensor.is_floating_point() and tensor.element_size() > 1)
-    ]
-    if wrong:
-        raise CheckpointError(f"tensors that are not floating point of 16 bits or more: {', '.join(wrong)}; quantised heads are not read")
-    offsets, marks = tensors.get("d2t"), tensors.get("t2d")
-    if offsets is not None and offsets.dtype not in (torch.int32, torch.int64):
-        raise CheckpointError(f"d2t is {offsets.dtype}; it must be int64")
-    if marks is not None and marks.dtype != torch.bool:
-        raise CheckpointError(f"t2d is {marks.dtype}; it must be bool")
-
-
-def _layer_of(names: Collection[str], allowed: Sequence[str]) -> str:
-    """What the layer is called in this file. Counted from the tensors: published num_hidden_layers are not to be trusted."""
-    layers = sorted({found[1] for name in names if (found := re.match(r"(midlayer|layers\.\d+)\.", name))})
-    if len(layers) != 1 or layers[0] not in allowed:
-        raise CheckpointError(
-            f"an EAGLE-3 head of this form has one layer, {' or '.join(allowed)}; this file has {', '.join(layers) or 'none'}"
-        )
-    return layers[0]

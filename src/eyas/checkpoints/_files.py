@@ -1,6 +1,7 @@
-"""Files of a draft head: finding its folder (here or on the hub), reading config.json and tensors, writing both safely.
+"""The files of a draft head: finding its folder, locally or on the hub; reading and writing config.json and tensors.
 
-It knows file names and file formats, and no tensor name. Reading never runs code from a file: pickles only with weights_only.
+This module knows file names and file formats, and no tensor name. Reading never runs code from a
+file: pickles are read with weights_only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.errors import CheckpointError, InputError
+from eyas.files import CHECKSUMS, is_altered
 
 __all__ = ["find", "read_config", "read_tensors", "write"]
 
@@ -27,16 +29,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
-_NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")  # heads that may lie beside the model they belong to
+_NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")  # may lie beside the weights of a whole model
 _FETCHED_FIRST = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
 _FETCHED_ELSE = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
-# --- finding ---------------------------------------------------------------------------------------------------------------------------
+# --- finding ---------------------------------------------------------------------------------------
 
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[Path, str]:
-    """(folder on this machine, how to name it in messages). Fetches from the hub what is not here."""
+    """The local folder, fetched from the hub if necessary, and its name for messages."""
     name = os.fspath(path_or_hub_id)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -65,7 +67,7 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
 
 
 def _refusal(error: Exception, revision: str | None) -> str:
-    """Why the hub gave nothing, in words of ours where the reason is a common one."""
+    """Why the hub did not deliver; common reasons say what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -79,43 +81,54 @@ def _refusal(error: Exception, revision: str | None) -> str:
     return f"fetching it from the hub failed ({type(error).__name__}: {_first_line(error)})"
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dict."""
+    """The object in config.json."""
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"the folder has no {_CONFIG}: is it the folder of a draft head?")
     return _read_json(folder / _CONFIG)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors, on the CPU, from the first of: files named for a method, safetensors, sharded safetensors, .bin, sharded .bin."""
+    """All tensors, on the CPU, from the first of: files named for a method, safetensors, its shards, .bin, its shards."""
     for name in _NAMED:
         if (folder / name).is_file():
-            return (_read_safetensors if name.endswith(".safetensors") else _read_bin)(folder / name)
-    for single, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
+            return _read_file(folder / name)
+    for single in (_SAFETENSORS, _BIN):
         if (folder / single).is_file():
-            return read(folder / single)
+            return _read_file(folder / single)
         if (folder / f"{single}.index.json").is_file():
-            return _read_shards(folder / f"{single}.index.json", read)
+            return _read_shards(folder / f"{single}.index.json")
     raise CheckpointError(f"the folder has no weights: neither {_SAFETENSORS} nor {_BIN}, nor the index.json of their shards")
 
 
-def _read_shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    shard_of = _read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
         raise CheckpointError(f'{index.name} has no "weight_map" from tensor names to files')
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(shard_of.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{index.name} names {file!r}, which is outside the folder")
         if not (index.parent / file).is_file():
             raise CheckpointError(f"{index.name} names the shard {file}, which is missing: fetch it too")
-        tensors |= read(index.parent / file)
-    absent = sorted(places.keys() - tensors.keys())
+        tensors |= _read_file(index.parent / file)
+    absent = sorted(shard_of.keys() - tensors.keys())
     if absent:
         raise CheckpointError(f"{index.name} promises tensors that no shard holds: {', '.join(absent)}")
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, all of whose numbers are finite."""
+    _check_sum(path)
+    tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    for name, tensor in tensors.items():
+        checked = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
+        if checked and not all(bound.isfinite() for bound in tensor.aminmax()):
+            raise CheckpointError(f"{path.name}: tensor {name} holds NaN or infinite values: the file is broken, or its training failed")
     return tensors
 
 
@@ -126,41 +139,48 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path.name} is corrupt or truncated: {_first_line(error)}") from error
 
 
-def _read_bin(path: Path) -> dict[str, Tensor]:
+def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a broken pickle may raise anything
         raise CheckpointError(f"{path.name} is corrupt, truncated or holds more than tensors: {_first_line(error)}") from error
-    if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
+    if not isinstance(content, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()):
         raise CheckpointError(f"{path.name} holds no dict from names to tensors")
-    return dict(held)
+    return dict(content)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    _check_sum(path)
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise CheckpointError(f"{path.name} cannot be read: {_first_line(error)}") from error
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} holds no JSON object")
-    return held
+    return content
+
+
+def _check_sum(path: Path) -> None:
+    if is_altered(path):
+        raise CheckpointError(f"{path.name} is not the file whose SHA-256 stands in {CHECKSUMS}: it is damaged; install or fetch it again")
 
 
 def _first_line(error: BaseException) -> str:
-    """What an exception says, one line of at most 200 characters."""
+    """The first line of an exception's message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = _SAFETENSORS) -> None:
     """Write both files under temporary names in `folder`, then rename them: weights first, so that config.json completes a new head.
 
-    file: the name of the safetensors file.
+    Args:
+        file: the name of the safetensors file.
     """
     text = json.dumps(config, indent=2, allow_nan=False) + "\n"
     temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (file, _CONFIG)}
@@ -170,7 +190,8 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         temporary[_CONFIG].write_text(text, encoding="utf-8")
         temporary[file].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
         for path in temporary.values():
-            _to_disk(path)
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())  # a full disk shows here at the latest
         for name, path in temporary.items():
             path.replace(folder / name)
     except (OSError, SafetensorError) as error:
@@ -178,27 +199,21 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise InputError(f"cannot write the draft head to {folder} ({needed / 1e6:.1f} MB): {_why(error)}") from error
     finally:
         for path in temporary.values():
-            with contextlib.suppress(OSError):  # then the folder itself is what cannot be used, and that is being said already
+            with contextlib.suppress(OSError):  # the folder itself cannot be used, which is being reported
                 path.unlink(missing_ok=True)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU, none of which shares its memory with another: what the file format can hold."""
-    seen: set[int] = set()
+    """Contiguous tensors on the CPU that share no memory, as safetensors files need them."""
+    storages: set[int] = set()
     out = {}
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.untyped_storage().data_ptr() in seen:
-            plain = plain.clone()
-        seen.add(plain.untyped_storage().data_ptr())
-        out[name] = plain
+        copy = tensor.detach().cpu().contiguous()
+        if copy.untyped_storage().data_ptr() in storages:
+            copy = copy.clone()
+        storages.add(copy.untyped_storage().data_ptr())
+        out[name] = copy
     return out
-
-
-def _to_disk(path: Path) -> None:
-    """Make sure that a file is on the disk and not only promised: a full disk shows here at the latest."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _why(error: Exception) -> str:

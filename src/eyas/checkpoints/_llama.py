@@ -1,6 +1,7 @@
-"""Values of a config.json, read strictly: what the formats share, because all of them publish a LLaMA layer.
+"""The parts of a published head that all formats share, because all of them publish LLaMA layers.
 
-It knows no tensor name and no format. Every function raises CheckpointError for a value that is missing or impossible.
+Values of a config.json are read strictly: a missing or impossible one is a CheckpointError. This
+module knows the tensor names of one decoder layer and no format.
 """
 
 from __future__ import annotations
@@ -10,47 +11,112 @@ from typing import Any
 
 from eyas.errors import CheckpointError
 
-__all__ = ["count", "flag", "mapping", "number", "read_layer", "read_scaling", "write_layer"]
+__all__ = [
+    "Shape", "count", "flag", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
+    "read_rope", "text", "write_layer",
+]  # fmt: skip
 
+Shape = tuple[int, ...]
+
+LARGEST_COUNT = 2**31
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+# --- a layer's tensors -------------------------------------------------------------------------------
+
+
+def layer_names(published: str, ours: str) -> dict[str, str]:
+    """Published tensor name -> our name, for a layer with these prefixes; without its input norms."""
+    names = {f"self_attn.{x}_proj.{kind}": f"attention.{x}.{kind}" for x in "qkv" for kind in ("weight", "bias")}
+    names |= {
+        "self_attn.o_proj.weight": "attention.o.weight",
+        "post_attention_layernorm.weight": "mlp_norm.weight",
+        "mlp.gate_proj.weight": "mlp.gate.weight",
+        "mlp.up_proj.weight": "mlp.up.weight",
+        "mlp.down_proj.weight": "mlp.down.weight",
+    }
+    return {f"{published}.{theirs}": f"{ours}.{name}" for theirs, name in names.items()}
+
+
+def layer_shapes(config: Mapping[str, Any], inputs: int) -> dict[str, Shape]:
+    """Our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs` features."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query, key = (config[heads] * config["head_dim"] for heads in ("num_heads", "num_kv_heads"))
+    out: dict[str, Shape] = {}
+    for name, rows in (("q", query), ("k", key), ("v", key)):
+        out[f"layer.attention.{name}.weight"] = (rows, inputs)
+        if config["qkv_bias"]:
+            out[f"layer.attention.{name}.bias"] = (rows,)
+    return out | {
+        "layer.attention.o.weight": (hidden, query),
+        "layer.mlp_norm.weight": (hidden,),
+        "layer.mlp.gate.weight": (inner, hidden),
+        "layer.mlp.up.weight": (inner, hidden),
+        "layer.mlp.down.weight": (hidden, inner),
+    }
+
+
+# --- a layer's config --------------------------------------------------------------------------------
+
+
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes and constants of the layer under our names, without its biases and its RoPE."""
+    """The layer's sizes and constants under our names, without its biases and its RoPE."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(f"config.json has {heads} attention heads, which is no multiple of its {kv_heads} key-value heads")
     if config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(f"config.json has hidden_size {hidden}, no multiple of its {heads} attention heads, and no head_dim")
+    head_dim = count(config, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json has heads of width {head_dim}; RoPE needs an even one")
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json has hidden_act {act!r}; only silu is known in heads of this format")
+        raise CheckpointError(f"config.json has hidden_act {_short(act)}; only silu is known in heads of this format")
     return {
         "hidden_size": hidden,
         "intermediate_size": count(config, "intermediate_size"),
         "vocab_size": count(config, "vocab_size"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": count(config, "head_dim", hidden // heads),
+        "head_dim": head_dim,
         "rms_eps": number(config, "rms_norm_eps", 1e-6),
         "max_positions": count(config, "max_position_embeddings", count(config, "max_sequence_length", 2048)),
         "act": act,
     }
 
 
-def read_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A `rope_scaling` or `rope_parameters` object -> the scaling of RoPE; None for plain RoPE."""
-    kind = given.get("rope_type", given.get("type", "default"))
+def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling under our names.
+
+    They may stand in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
+    each other. Absent means a theta of 10,000 and no scaling.
+    """
+    objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]
+    thetas = {number(rope, "rope_theta") for rope in (config, *objects) if rope.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        raise CheckpointError(f"config.json has more than one rope_theta, {' and '.join(map(str, sorted(thetas)))}: remove the wrong one")
+    scalings = [_read_scaling(rope) for rope in objects]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise CheckpointError("config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one")
+    return {
+        "rope_theta": thetas.pop() if thetas else 10000.0,
+        "rope_scaling": scalings[0] if scalings else None,
+    }
+
+
+def _read_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
-        raise CheckpointError(f"config.json has a RoPE of type {kind!r}; known here: default, llama3")
-    return {"rope_type": "llama3", **{key: number(given, key) for key in _LLAMA3}}
+        raise CheckpointError(f"config.json has a RoPE of type {_short(kind)}; known here: default, llama3")
+    return {"rope_type": "llama3", **{key: number(rope, key) for key in _LLAMA3}}
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config -> the keys of a LLaMA config.json, with the RoPE always said."""
+    """Our config -> the keys of a LLaMA config.json; the RoPE is always written."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -70,7 +136,7 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# --- single values ---------------------------------------------------------------------------------------------------------------------
+# --- single values -----------------------------------------------------------------------------------
 
 
 def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -79,33 +145,50 @@ def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"config.json has {key} {value!r}; it must be an object or null")
+        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be an object or null")
     return value
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"config.json has no {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json has {key} {value!r}; it must be a whole number above 0")
+    """A whole number from 1 to 2^31."""
+    value = _present(config, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
+        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a whole number above 0")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"config.json has no {key}")
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise CheckpointError(f"config.json has {key} {value!r}; it must be a number above 0")
+    """A number above 0 that float32 holds."""
+    value = _present(config, key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
+        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a number above 0")
     return float(value)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = _present(config, key, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be true or false")
+    return value
+
+
+def text(config: Mapping[str, Any], key: str) -> str:
+    """A string; empty when absent or null."""
+    value = config.get(key) or ""
+    if not isinstance(value, str):
+        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a string")
+    return value
+
+
+def _present(config: Mapping[str, Any], key: str, default: Any) -> Any:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, bool):
-        raise CheckpointError(f"config.json has {key} {value!r}; it must be true or false")
+    if value is None:
+        raise CheckpointError(f"config.json has no {key}")
     return value
+
+
+def _short(value: Any) -> str:
+    """The value for a message, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,6 +1,6 @@
-"""The record of a draft head, how it is loaded and saved in whichever published format, and the strict check of its tensors.
+"""The record of a draft head, loading and saving it in any published format, and checks of its tensors.
 
-It does not know how files are read (`_files`), nor any tensor name (one file for each format beside this one).
+This module knows neither how files are read (`_files`) nor any tensor name (one module per format).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,70 +17,80 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from eyas.checkpoints._files import find, read_config, read_tensors, write
+from eyas.checkpoints._llama import Shape, mapping
 from eyas.errors import CheckpointError, near
 
-__all__ = ["Format", "Weights", "differences", "expect", "load", "save"]
+__all__ = ["Format", "Weights", "differences", "expect", "load", "refuse_dtypes", "save"]
 
-Shape = tuple[int, ...]
+_FLOAT = r"-?(\d+\.\d+|nan|inf)"
+_FINGERPRINT = re.compile(rf"[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """A draft head as the drafters want it, whatever format it was published in. Filled by `load`, or by a trainer for `save`."""
+    """A draft head in our names, whatever format it was published in. Filled by `load`, or by a trainer for `save`."""
 
     method: str
-    """The method whose net these tensors are, a name of the drafters folder: "eagle1", "eagle3"."""
+    """The method whose net these tensors are, a module of eyas.drafters: "eagle1", "eagle3"."""
     config: dict[str, Any]
-    """Our keys, described by the format that filled them; "eyas" holds the record of a head that we wrote, if we wrote it."""
+    """Our keys, documented by the format that fills them; "eyas" holds the record in heads written by eyas."""
     tensors: dict[str, Tensor]
     """Our tensor names to tensors on the CPU, in the dtype of the file."""
     source: str
-    """Where it came from, for messages: a folder, or a hub id with its commit."""
+    """A folder, or a hub id with its commit; used in messages."""
 
 
 class Format(Protocol):
-    """What a file of this folder offers. All of it is pure; errors are CheckpointErrors that need not name the source.
+    """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
 
-    Whatever a folder holds, one format at most recognises it: the order of the files is no rule. A format whose weights are published
-    under another name than model.safetensors says so in a `FILE`.
+    At most one format recognises a folder, so their order does not matter. A format whose weights are
+    not published as model.safetensors names its file in `FILE`.
     """
 
     METHODS: tuple[str, ...]
-    """The methods whose heads are saved in this format; none for a format that is only read, which has no `write`."""
+    """The methods whose heads are saved in this format; empty for a read-only format, which has no `write`."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Whether a config.json and tensor names are of this format, also if it then refuses them."""
+        """Whether config.json and the tensor names belong to this format, even if `read` then refuses them."""
 
     def read(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        """Published config and tensors -> method, our config, our tensors. Strict: what it does not know is an error."""
+        """Published config and tensors -> method, our config, our tensors. Unknown names or settings are errors."""
 
     def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The way back: a config.json and the tensors to publish."""
+        """Our config and tensors -> config.json and the tensors to publish."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
-    """A draft head from a folder, or from the hub as "owner/name"; a folder goes before a hub id of the same name.
+    """Load a draft head from a folder, or from the hub as "owner/name"; an existing folder takes precedence.
 
-    The format is told from config.json and the tensor names. Of the hub only config and weight files are fetched (safetensors, or .bin
-    where there are none). revision: a branch, tag or commit of the hub.
-    Raises CheckpointError when there is no such head, when a file is missing, corrupt or truncated, or when names, shapes or settings
-    are not what the format says; InputError when revision is given for a folder.
+    The format is recognised from config.json and the tensor names. From the hub only the config and
+    weight files are fetched (safetensors, or .bin where there are none).
+
+    Args:
+        revision: a branch, tag or commit on the hub.
+
+    Raises:
+        CheckpointError: there is no such head; a file is missing, corrupt, truncated or altered; a
+            tensor holds NaN or infinite values; names, shapes or settings do not fit the format.
+        InputError: a revision is given for a folder.
     """
     folder, source = find(path_or_hub_id, revision)
     try:
         config = read_config(folder)
+        _check_fingerprint(mapping(config, "eyas").get("target_fingerprint"))
         tensors = read_tensors(folder)
-        method, ours, renamed = _recognise(config, tensors).read(config, tensors)
+        method, our_config, our_tensors = _recognise(config, tensors).read(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"draft head {source}: {error}") from error
-    return Weights(method, ours, renamed, source)
+    return Weights(method, our_config, our_tensors, source)
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
-    """Write a draft head in its published format: `config.json` and its safetensors in `folder`, which is made if absent.
+    """Write a draft head in its published format: config.json and its safetensors, into a folder that is made if absent.
 
-    Both files are written beside their places and then renamed into them, so that an interrupt leaves an older head whole; nothing
-    else in the folder is touched. Raises InputError when the folder cannot be written or the disk is full.
+    Both files are written under temporary names and then renamed, so that an interrupt leaves an older
+    head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
+    written or the disk is full.
     """
     formats = {method: form for form in _formats() for method in form.METHODS}
     if weights.method not in formats:
@@ -89,18 +100,23 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
 
 
-def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> None:
-    """Check that the tensors are exactly these: every missing, unexpected and mis-shaped one is named, in one CheckpointError.
+# --- checks ------------------------------------------------------------------------------------------
 
-    shapes: our names and the shapes that a net wants; optional: names of `shapes` that may be absent.
+
+def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> None:
+    """Raise one CheckpointError that names every missing, unexpected and mis-shaped tensor.
+
+    Args:
+        shapes: our names and the shapes that a net has.
+        optional: names in `shapes` that may be absent.
     """
-    found = differences(weights.tensors, shapes, optional)
-    if found:
-        raise CheckpointError(f"draft head {weights.source} does not fit {weights.method}: {found}")
+    faults = differences(weights.tensors, shapes, optional)
+    if faults:
+        raise CheckpointError(f"draft head {weights.source} does not fit {weights.method}: {faults}")
 
 
 def differences(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> str:
-    """What is missing, unexpected or of another shape, by name, on one line; empty if nothing."""
+    """The missing, unexpected and mis-shaped tensors on one line; empty if there are none."""
     missing = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in tensors and name not in optional]
     extra = [f"unexpected {name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in shapes]
     other = [
@@ -111,8 +127,30 @@ def differences(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], opti
     return "; ".join(missing + extra + other)
 
 
+def refuse_dtypes(tensors: Mapping[str, Tensor], but: Collection[str] = ()) -> None:
+    """Refuse quantised weights: all tensors, except those named in `but`, are floats of 16 bits or more."""
+    wrong = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if name not in but and not (tensor.is_floating_point() and tensor.element_size() > 1)
+    ]
+    if wrong:
+        raise CheckpointError(f"tensors that are not floating point of 16 bits or more: {', '.join(wrong)}; quantised heads are not read")
+
+
+def _check_fingerprint(fingerprint: Any) -> None:
+    if fingerprint is not None and not (isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint)):
+        raise CheckpointError(
+            'config.json has an eyas.target_fingerprint that eyas did not write (it is text like "dadd22ddee45:-0.003,-0.044,0.018"): '
+            "remove it"
+        )
+
+
+# --- formats -----------------------------------------------------------------------------------------
+
+
 def _formats() -> Iterator[Format]:
-    """The formats: every module of this folder whose name has no underscore in front."""
+    """Every module of this package whose name does not begin with an underscore."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not module.name.startswith("_"):
             yield cast(Format, importlib.import_module(f"eyas.checkpoints.{module.name}"))

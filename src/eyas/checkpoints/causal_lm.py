@@ -1,7 +1,7 @@
-"""Whole language models as Hugging Face publishes them: config.json and tensors as they are. They can draft for a larger one.
+"""Whole language models as Hugging Face publishes them, with config.json and tensors unchanged. They draft for a larger model.
 
-Told by the names of the tensors: decoder layers inside of a model, and a table of embeddings. What the names mean is for transformers to
-say; our config is theirs, with "eyas" in models that we wrote: a dict with what the writer recorded.
+They are recognised by their tensor names: decoder layers and a table of embeddings. transformers knows what the names mean; our config is
+theirs, with the writer's record under "eyas" in models written by eyas.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """As they are."""
+    """Config and tensors unchanged."""
     return "small_model", dict(config), dict(tensors)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As they are."""
+    """Config and tensors unchanged."""
     assert method in METHODS, method
     return dict(config), dict(tensors)

@@ -1,15 +1,15 @@
-"""The format in which the authors of EAGLE publish their heads for EAGLE-3; ours are written in it.
+"""EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format.
 
-    config.json     a LLaMA config with draft_vocab_size, and target_hidden_size only where it is not hidden_size; its num_hidden_layers,
-                    bias and architectures are not read; layers are always 2, L//2, L-3 (inputs)
+    config.json     a LLaMA config with draft_vocab_size, and target_hidden_size only where it is not hidden_size; num_hidden_layers, bias
+                    and architectures are not read; the layers are always 2, L//2, L-3 (inputs)
     tensors         fc.weight, midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight, midlayer.self_attn.*_proj.weight,
                     midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
-                    int64) and t2d (marks, bool); mostly no embed_tokens.weight
+                    int64) and t2d (bool); mostly no embed_tokens.weight
 
-A head that needs more than this format can say (explicit layers, norms before fc, a normed state that is carried, a bias, the target's
-head) is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size beside them:
-SGLang and vLLM know no such architecture, and the authors' code, which does not look at it, stops at the missing draft_vocab_size. So
-none of them runs it as what it is not.
+A head that needs more than this format holds (explicit layers, norms before fc, a normed state that is carried, a bias, the target's head)
+is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size beside them. SGLang and
+vLLM do not know this architecture, and the authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs
+such a head wrongly.
 
 Our config and our tensor names: see `_eagle3`.
 """
@@ -50,13 +50,13 @@ _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is an EAGLE-3 head that no other format claims, also if it then is of an architecture that is refused."""
+    """Whether this is an EAGLE-3 head that no other format claims, even if `read` refuses its architecture."""
     claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
     return is_eagle3(config, names) and not claimed
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors); CheckpointError names all that is not as the format says."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
@@ -76,9 +76,10 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     assert method in METHODS, method
     ours = complete(config)
     optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
-    found = differences(tensors, shapes(ours), optional)
-    assert not found, found
-    published = {name: tensors[mine] for name, mine in names_of("midlayer", ours["num_features"]).items() if mine in tensors}
+    faults = differences(tensors, shapes(ours), optional)
+    assert not faults, faults
+    names = names_of("midlayer", ours["num_features"])
+    published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
     if "draft_ids" in tensors:
         ids = tensors["draft_ids"].cpu()
         assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
@@ -90,7 +91,7 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eyas: Mapping[str, Any], names: Collection[str]) -> None:
-    """What a head of this form cannot have: the architecture, the flags and the layer's name of others."""
+    """Raise CheckpointError for the architecture, the flags and the layer's name of other formats."""
     name = architecture(config)
     if "eagle3" in name.lower() and name != EXTENDED:
         raise CheckpointError(
@@ -107,7 +108,7 @@ def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eya
 
 
 def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Our complete config -> config.json; extended where the published format would say another computation."""
+    """Our complete config -> config.json, in the extended form where the published one would define another computation."""
     assert ours["feature_layers"] or ours["num_features"] == 3, "other than three features need feature_layers"
     extra: dict[str, Any] = {key: True for key in _FLAGS if ours[key]}
     if ours["feature_layers"]:
@@ -117,12 +118,12 @@ def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
         extra["carries"] = ours["carries"]
     if ours["head"] != "own":
         extra["head"] = ours["head"]
-    vocab = {"draft_vocab_size": ours["draft_vocab_size"]}
     published = write_layer(ours)
     if extra or ours["fc_bias"] or ours["qkv_bias"]:
-        published, extra = {**published, "architectures": [EXTENDED]}, {**extra, **vocab}
+        published["architectures"] = [EXTENDED]
+        extra["draft_vocab_size"] = ours["draft_vocab_size"]
     else:
-        published |= vocab
+        published["draft_vocab_size"] = ours["draft_vocab_size"]
     if ours["window"]:
         published |= {"use_sliding_window": True, "sliding_window": ours["window"]}
     if ours["target_hidden_size"] != ours["hidden_size"]:

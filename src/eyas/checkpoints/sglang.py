@@ -1,13 +1,13 @@
-"""EAGLE-3 heads as SGLang serves them: written by SpecForge and by ModelOpt, and by others for SGLang. Read only.
+"""EAGLE-3 heads as SGLang serves them, written by SpecForge, ModelOpt and others. Read only.
 
     config.json     architectures ["LlamaForCausalLMEagle3"], a LLaMA config, draft_vocab_size (null: the target's), `eagle_config` with
                     eagle_aux_hidden_state_layer_ids (the OUTPUT of layer i, so our i + 1; absent: inputs of 2, L//2, L-3) and ModelOpt's
                     flags; bias (of fc, false when absent), target_hidden_size, num_aux_hidden_states, norm_before_fc, norm_before_residual,
                     fc_norm (older: use_aux_norm), norm_output
-    tensors         of SafeAILab's EAGLE-3, or with layers.0 for midlayer; ModelOpt has no t2d; lm_head may be absent where the
-                    vocabulary is the target's; fc_norm.i or aux_norm_{low,mid,high}; input_norm; any of them behind "model."
+    tensors         as in SafeAILab's EAGLE-3, or with layers.0 for midlayer; ModelOpt has no t2d; lm_head may be absent where the
+                    vocabulary is the target's; fc_norm.i or aux_norm_{low,mid,high}; input_norm; all possibly prefixed with "model."
 
-`norm_output` is refused until config.json says under "eyas" what is carried. Our config and our tensor names: see `_eagle3`.
+`norm_output` is refused until "eyas" in config.json says which state is carried. Our config and our tensor names: see `_eagle3`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors); CheckpointError names all that is not as the format says."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
     meaning = "output" if inner.get("eagle_aux_hidden_state_layer_ids") is not None else None
@@ -58,7 +58,7 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without "model." in front, and under the newer of two names."""
+    """The tensors without the prefix "model.", under the newer names."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name.removeprefix("model.")

@@ -31,7 +31,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors); CheckpointError names all that is not as the format says."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
         raise CheckpointError(f"this is a head of the speculators type {kind!r}; of that library, heads of type 'eagle3' are read")

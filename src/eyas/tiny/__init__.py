@@ -1,8 +1,8 @@
-"""The embedded model: a 28M-parameter LLaMA chat model of our own, its tokenizer and its draft heads.
+"""The embedded model: a 28M-parameter LLaMA chat model, its tokenizer and its draft heads.
 
-Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the dequantised model *is* the target,
-the heads were trained on it. How it was made: runs/make_tiny.py and weights/README.md. This module knows where the files are and how to
-unpack them, no more.
+Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the
+dequantised model is the target that the heads were trained on. runs/make_tiny.py and weights/README.md
+describe how it was made. This module only knows where the files are and how to unpack them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import ModelError
+from eyas.files import is_altered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer", "with_small_tree"]
 
 FOLDER = Path(__file__).parent / "weights"
-HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by what a method reads
-BEST = "eagle2"  # the method that drafts best on it: runs/acceptance.py
-# The fastest static one of runs/speed.py: on a CPU in float32 every verified node costs time. What grows is as large as pays (eyas.adaptive).
+HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by the kind of head that a method reads
+BEST = "eagle2"  # the method with the best drafts on this model, measured by runs/acceptance.py
+# The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time. Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
-SCALE = ".scale"  # the tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
+SCALE = ".scale"  # tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
 
 
 def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """int8 matrices with one scale per output channel (row); everything else as it is, in float32."""
+    """Matrices to int8 with one scale per output channel (row); all other tensors to float32."""
     import torch
 
     packed = {}
@@ -45,7 +46,7 @@ def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors that `quantise` stands for."""
+    """The float32 tensors that `quantise` packed."""
     return {
         name: value.float() * packed[name + SCALE][:, None] if name + SCALE in packed else value.float()
         for name, value in packed.items()
@@ -54,25 +55,26 @@ def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model(folder: Path = FOLDER) -> PreTrainedModel:
-    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are missing or broken."""
+    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are missing, altered or broken."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    _check(folder, PACKED, "config.json", "generation_config.json")
     try:
         tensors = dequantise(load_file(folder / PACKED))
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"the embedded model is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again") from error
+        raise ModelError(f"the embedded model is missing or broken ({_first_words(error)}): install eyas again") from error
     logging: Any = transformers_logging
-    shown = logging.is_progress_bar_enabled()
+    shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
     finally:
-        if shown:
+        if shows_progress:
             logging.enable_progress_bar()
     net.generation_config = GenerationConfig.from_pretrained(folder)
     net.train(False)
@@ -80,21 +82,33 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
 
 
 def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
+    """The embedded model's tokenizer. ModelError when its files are missing, altered or broken."""
     from transformers import AutoTokenizer
 
+    _check(folder, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the embedded model's tokenizer is missing or broken ({' '.join(str(error).split())[:200]}): install eyas again"
-        ) from error
-    return found
+        raise ModelError(f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas again") from error
+    return loaded
+
+
+def _check(folder: Path, *names: str) -> None:
+    """Raise ModelError for files that are not as checksums.json has them."""
+    altered = [name for name in names if is_altered(folder / name)]
+    if altered:
+        raise ModelError(f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas again")
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked of a method with a static tree, with the small one where nothing was said of it.
+    """The options of a method with a static tree; the small tree unless they name one.
 
-    usual: the method's options and their defaults.
+    Args:
+        usual: the method's options and their defaults.
     """
     if asked.keys() & {*SMALL_TREE, "tree.nodes", "tree.depth", "tree.branch", "depth", "dynamic.nodes"}:
         return dict(asked)

@@ -19,7 +19,8 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo bench bench-heads test check lint format clean
+.PHONY: help demo bench bench-heads test test-fast check lint format clean
+.NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +43,10 @@ test: $(STAMP) ## every test (TESTS=tests/test_tree.py or ARGS="-k tree" for som
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
 
+test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop: every method once, no training of real size, no compiler
+	@echo "==> pytest: tests/ without those marked slow, in $(JOBS) processes"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal -m "not slow" -q $(ARGS)
+
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
@@ -50,7 +55,7 @@ lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> mypy --strict (the first run takes a minute)"
 	@$(BIN)/python -m mypy
 
-check: lint test ## lint and test: what must pass before a commit
+check: lint test ## lint, types and every test: what must pass before a branch is merged
 
 format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff check --fix-only $(LINT)

@@ -159,6 +159,7 @@ def check_lawful(name: str, folder: Path, requests: int, new: int = 18) -> dict[
     return found
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
 def test_the_pipeline_is_lawful(name: str, tmp_path: Path) -> None:

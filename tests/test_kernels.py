@@ -153,6 +153,7 @@ def lesser(flags: list[str], folder: Path) -> Iterator[None]:
             _build.outcome.cache_clear()
 
 
+@pytest.mark.slow
 @needs
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names units of x86 processors")
 @pytest.mark.parametrize("flag", ["-mno-avx512vnni", "-mno-avx512f", "-march=x86-64"])

@@ -93,7 +93,7 @@ def make(name: str, target: Target, **options: object) -> Drafter:
     return kind.random(target, build_options(kind.Options, options or OPTIONS.get(name, {})), seed=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", methods())
 def test_every_method_at_every_batch_size(name: str, family: str) -> None:
     """Guards each method's sessions: rows of different ages at B = 1, 2, 3, 8. Greedy rows equal the plain loop for every method; sampled

@@ -73,6 +73,7 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert "--max-new-tokens" in said
 
 
+@pytest.mark.slow
 def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the whole way from chats to figures; that a run stopped after the first head is called partial and goes on to the same figures
     as one that was not stopped; that intervals hold their values; and that another --tokens does not pass unseen.
@@ -110,6 +111,7 @@ def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest
         ablation.main([*given, "--tokens", "200"])
 
 
+@pytest.mark.slow
 def test_scaling(command: Any, model: Path, tmp_path: Path) -> None:
     """Guards nested data and equal steps: every size reads as many steps, of data that hold the smaller ones."""
     given = [*arguments(model, tmp_path, "scaling"), "--data", str(chats(tmp_path / "chat.jsonl", 40, "that is"))]
@@ -123,6 +125,7 @@ def test_scaling(command: Any, model: Path, tmp_path: Path) -> None:
     assert found["kinds"]["eagle3 2x"]["speedup"]["tree"][0] > 0
 
 
+@pytest.mark.slow
 def test_data_source(command: Any, model: Path, tmp_path: Path) -> None:
     """Guards the pairing: what only one file has is left out, and a conversation that ends early cuts its partner."""
     source = command("data_source")

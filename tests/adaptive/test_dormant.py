@@ -101,6 +101,7 @@ class Chance(Policy):
                 assert step.accepted == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Target) -> None:
     """Bugs: what a row missed is read twice, at wrong positions or by the wrong row, rows join or leave while all sleep, a grown tree does
@@ -190,6 +191,7 @@ class Awake(Policy):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", [512, 3])
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("vanilla", "lookahead")])
 def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(

@@ -32,6 +32,8 @@ from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
 
+pytestmark = pytest.mark.slow
+
 TREE = {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2}
 PROMPTS = tuple(Prompt(f"own/{i}", f"task{i % 2}", (), prompt_ids=tuple(range(3 + i, 9 + 2 * i))) for i in range(4))
 

@@ -22,6 +22,8 @@ from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import locked
 from eyas.cli._contestants import HEADS
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Result]
 Refused = Callable[..., str]
 QUICK = ("--max-new-tokens", 8, "--probe", 0)

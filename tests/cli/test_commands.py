@@ -240,6 +240,7 @@ def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
     assert "Ctrl-C stops an answer" in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -252,6 +252,7 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
         assert precious.read_text() == content
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on does not repeat them.
 

@@ -19,6 +19,8 @@ import processes
 from eyas import checkpoints
 from eyas.train import loop
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Any]
 OWN = {"--ttt.steps": 2, "--head.layers": "0,2,3", "--tree.nodes": 8, "--tree.depth": 3, "--tree.branch": 3}  # options of eagle3
 

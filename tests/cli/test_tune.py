@@ -76,6 +76,7 @@ def test_a_wrong_mode(refused: Callable[..., str]) -> None:
     assert "atuo" in refused("generate", "--target", "llama", "--tree", "atuo", "hi")
 
 
+@pytest.mark.slow
 def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
     """Bugs: `tree=auto` and `head=random` of a part of --methods are taken for options of the method, or do nothing; trees that do not grow
     are governed unasked, so that a slow method looks like plain decoding; simulated acceptance drives a policy."""

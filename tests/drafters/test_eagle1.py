@@ -152,6 +152,7 @@ def test_same_text_as_plain_decoding(
 # --- trained and stored ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -> None:
     """Guards that a head comes back as what it was trained as, by both methods that have the net, whatever the flags say then."""

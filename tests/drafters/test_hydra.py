@@ -259,6 +259,7 @@ def test_a_batch_in_which_nothing_counts(target: Target, options: dict[str, Any]
     assert (found.total.item(), int(found.count)) == (0.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"objective": "tokens"}, PLUS], ids=str)
 def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:
     """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""

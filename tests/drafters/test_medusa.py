@@ -264,6 +264,7 @@ def test_a_batch_in_which_nothing_counts(target: Target) -> None:
     assert (found.total.item(), int(found.count)) == (0.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["tokens", "law"])
 def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> None:
     """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""

@@ -43,6 +43,7 @@ def requests(count: int) -> list[Request]:
     return [Request(tuple([*phrase, i] * (2 + i)), 30 - 3 * i, LAWS[i % len(LAWS)]) for i in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["suffix", "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("first", FIRST)
 def test_lossless(first: str, second: str) -> None:

@@ -28,6 +28,8 @@ from reference import plain_decode, run
 from replaying import again
 from test_lossless import OPTIONS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

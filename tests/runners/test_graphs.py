@@ -48,6 +48,7 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -140,6 +141,7 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
     return found, [key[4] is None for key in decoder.replay.recorder._recorded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WITH_ITS_DRAFT, "suffix", "small_model"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)], ids=["greedy", "sampled"])
 def test_no_graph_waits_for_the_host(name: str, sampling: Sampling) -> None:
@@ -195,6 +197,7 @@ class Moods(Policy):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
 def test_sleep_over_graphs(name: str) -> None:
     """Guards sessions that sleep, wake and are relieved by another method, whose cycles are recorded from the draft on: every change
@@ -241,6 +244,7 @@ def test_fp8_is_refused_on_a_cpu() -> None:
         prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("window", [(2, 9), (0, 12), (4, BUCKET + 4)])
 def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:

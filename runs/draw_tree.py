@@ -1,32 +1,117 @@
-"""Draw one cycle's tree in words, as in the README: what was drafted, and what the target made of it.
+"""Draw one cycle's draft tree and what the target made of it: as text, or as the SVG of the README.
 
-python runs/draw_tree.py "I want to book a table for two in San Jose tonight." --cycle 2
+python runs/draw_tree.py "I want to book a table for two in San Jose tonight." --nodes 14
+python runs/draw_tree.py "I want to book a table for two in San Jose tonight." --nodes 14 --svg docs/pictures/tree.svg
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 
 import eyas
 from eyas.core.engine import Decoder, Step
 
+CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
+STYLE = """
+    text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: #24292f; white-space: pre }
+    rect { fill: #f3f4f6; stroke: #b6bcc4 }
+    path { fill: none; stroke: #b6bcc4; stroke-width: 1.5 }
+    .accepted rect { fill: #d5f2dc; stroke: #2da44e }
+    .bonus rect { fill: #dbeafe; stroke: #2f6fde; stroke-dasharray: 4 3 }
+    path.accepted { stroke: #2da44e; stroke-width: 2.5 }
+    path.bonus { stroke: #2f6fde; stroke-width: 2; stroke-dasharray: 4 3 }
+    @media (prefers-color-scheme: dark) {
+      text { fill: #e6edf3 }
+      rect { fill: #22272e; stroke: #545d68 }
+      path { stroke: #545d68 }
+      .accepted rect { fill: #173d24; stroke: #3fb950 }
+      .bonus rect { fill: #16305c; stroke: #58a6ff }
+      path.accepted { stroke: #3fb950 }
+      path.bonus { stroke: #58a6ff }
+    }
+"""
 
-def draw(step: Step, words: list[str], bonus: str) -> list[str]:
-    """One line a node: accepted nodes are marked with *, the target's own next token follows the last of them."""
+
+@dataclass(frozen=True)
+class Node:
+    """One token of the picture. The root comes first, a parent before its children."""
+
+    text: str
+    parent: int | None
+    kind: str  # "drafted" | "accepted" | "bonus"
+
+
+def nodes_of(step: Step, tokens: list[str], bonus: str) -> list[Node]:
+    """The nodes of a cycle's tree and, last, the bonus token.
+
+    Args:
+        tokens: text of each node of the draft.
+        bonus: text of the token that the target added.
+    """
     parents = step.draft.tree.parents_BN[step.row].tolist()
-    children = {n: [m for m, p in enumerate(parents) if p == n] for n in range(len(parents))}
+    kinds = ["accepted" if n in step.path else "drafted" for n in range(len(parents))]
+    drafted = [Node(text, None if p < 0 else p, kind) for text, p, kind in zip(tokens, parents, kinds, strict=True)]
+    return [*drafted, Node(bonus, step.path[-1], "bonus")]
+
+
+def draw_text(nodes: list[Node]) -> list[str]:
+    """One line for each node: `*` marks accepted nodes, `->` the bonus token."""
     lines = []
 
-    def visit(node: int, lead: str, last: bool) -> None:
-        mark = "*" if node in step.path else " "
-        tail = f"   -> {bonus}" if node == step.path[-1] else ""
-        lines.append(f"{mark} {lead}{'' if node == 0 else '`-- ' if last else '|-- '}{words[node]}{tail}")
-        below = "" if node == 0 else lead + ("    " if last else "|   ")
-        for i, child in enumerate(children[node]):
-            visit(child, below, i == len(children[node]) - 1)
+    def visit(n: int, indent: str, last: bool) -> None:
+        children = [m for m, node in enumerate(nodes) if node.parent == n and node.kind != "bonus"]
+        mark = "*" if nodes[n].kind == "accepted" else " "
+        branch = "" if n == 0 else "`-- " if last else "|-- "
+        tail = f"   -> {nodes[-1].text}" if nodes[-1].parent == n else ""
+        lines.append(f"{mark} {indent}{branch}{nodes[n].text}{tail}")
+        below = "" if n == 0 else indent + ("    " if last else "|   ")
+        for i, child in enumerate(children):
+            visit(child, below, i == len(children) - 1)
 
     visit(0, "", True)
     return lines
+
+
+def draw_svg(nodes: list[Node]) -> str:
+    """The tree from left to right, readable on a light and on a dark page."""
+    children = [[m for m, node in enumerate(nodes) if node.parent == n] for n in range(len(nodes))]
+    depth = [0] * len(nodes)
+    for n, node in enumerate(nodes[1:], 1):
+        depth[n] = depth[node.parent] + 1
+    widths = [len(node.text) * CHARACTER + 2 * PADDING for node in nodes]
+    columns = [max(w for w, d in zip(widths, depth, strict=True) if d == level) for level in range(max(depth) + 1)]
+    left = [1 + sum(columns[:d]) + COLUMN * d for d in depth]
+    top = [0.0] * len(nodes)
+    rows = 0
+
+    def place(n: int) -> None:
+        nonlocal rows
+        if not children[n]:
+            top[n] = 1 + rows * ROW
+            rows += 1
+            return
+        for child in children[n]:
+            place(child)
+        top[n] = top[children[n][0]]
+
+    place(0)
+    width, height = max(x + w for x, w in zip(left, widths, strict=True)) + 1, (rows - 1) * ROW + HEIGHT + 2
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"']
+    parts += ['     role="img" aria-label="A draft tree and its accepted path">', f"  <style>{STYLE}  </style>"]
+    for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):  # accepted edges on top
+        x0, y0 = left[node.parent] + widths[node.parent], top[node.parent] + HEIGHT / 2
+        x1, y1 = left[n], top[n] + HEIGHT / 2
+        middle = (x1 + left[n] - COLUMN) / 2
+        curve = f"M{x0:.1f} {y0:.1f} L{left[n] - COLUMN:.1f} {y0:.1f} C{middle:.1f} {y0:.1f} {middle:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+        parts.append(f'  <path class="{node.kind}" d="{curve}"/>')
+    for n, node in enumerate(nodes):
+        box = f'<rect x="{left[n]:.1f}" y="{top[n]:.1f}" width="{widths[n]:.1f}" height="{HEIGHT}" rx="6"/>'
+        text = f'<text x="{left[n] + PADDING:.1f}" y="{top[n] + 17.5:.1f}" xml:space="preserve">{escape(node.text)}</text>'
+        parts.append(f'  <g class="{node.kind}">{box}{text}</g>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
@@ -34,6 +119,7 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument("--cycle", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=10)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of text")
     args = parser.parse_args()
     llm = eyas.load(tree={"nodes": args.nodes, "depth": 5, "branch": 4})
     request, _ = llm.request(args.prompt)
@@ -43,9 +129,18 @@ def main() -> None:
     while not decoder.finished and len(steps) <= args.cycle:
         steps += decoder.step()
     step = steps[args.cycle]
-    words = [repr(llm.tokenizer.decode([t])) for t in step.draft.tokens_BN[step.row].tolist()]
-    print("\n".join(draw(step, words, repr(llm.tokenizer.decode([step.tokens[-1]])))))
-    print(f"\n{len(step.tokens)} tokens from one forward of the target")
+
+    def shown(token: int) -> str:
+        text = llm.tokenizer.decode([token])
+        return (text.strip() or repr(text)) if args.svg else repr(text)
+
+    nodes = nodes_of(step, [shown(t) for t in step.draft.tokens_BN[step.row].tolist()], shown(step.tokens[-1]))
+    if args.svg:
+        args.svg.parent.mkdir(parents=True, exist_ok=True)
+        args.svg.write_text(draw_svg(nodes))
+    else:
+        print("\n".join(draw_text(nodes)))
+        print(f"\n{len(step.tokens)} tokens from one forward of the target")
 
 
 if __name__ == "__main__":

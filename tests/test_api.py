@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import shutil
 import warnings
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -14,11 +20,12 @@ import words
 import zoo
 from eyas import checkpoints
 from eyas.api import LLM
+from eyas.arguments import GenerateKeywords
 from eyas.core import engine as decode
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.errors import CheckpointError, InputError, ModelError, OptionError
+from eyas.errors import CheckpointError, EyasError, InputError, ModelError, OptionError
 from reference import plain_decode
 
 
@@ -30,7 +37,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def llm(target: Target) -> LLM:
     """A target with a random EAGLE head: losslessness needs no good one."""
-    drafter = eyas.api._drafter(target, Method.random(target), None, {}, None)
+    drafter = Method.random(target)
     return LLM(target, drafter, words.byte_tokenizer())
 
 
@@ -131,7 +138,7 @@ def test_processors_are_named_or_refused(llm: LLM) -> None:
     """Guards the slow path: it is said in the output; processors with a memory are refused by name."""
     assert llm.generate("Hi", max_new_tokens=4, logits_processor=[Counting()]).stats.slow_processors == ("Counting",)
     stateful = type("SynthIDTextWatermarkLogitsProcessor", (Counting,), {})
-    with pytest.raises(InputError, match="SynthIDTextWatermarkLogitsProcessor remembers"):
+    with pytest.raises(InputError, match="SynthIDTextWatermarkLogitsProcessor keeps a memory"):
         llm.generate("Hi", max_new_tokens=4, logits_processor=[stateful()])
 
 
@@ -140,7 +147,7 @@ def test_bad_prompts(llm: LLM) -> None:
     for prompt, words_ in (
         ("", "empty"),
         ("  ", "empty"),
-        ([], "empty"),
+        ([[]], "empty"),
         ([{"role": "robot", "content": "x"}], "role"),
         (5, "a prompt is"),
     ):
@@ -232,3 +239,196 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
     made.clear()
     assert tuple(fresh.generate("Short.", max_new_tokens=12).token_ids) == plain(llm, "Short.", 12)
     assert len(made) == 1, "large caches are given back"
+
+
+def test_prompts_as_people_write_them(llm: LLM) -> None:
+    """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention mask hides."""
+    tokenizer, ids = llm.tokenizer, [20, 30, 40, 50]
+    assert tokenizer is not None
+    expected = plain(llm, ids, 5)
+    tokenized = tokenizer("Hello there")
+    for prompt in (
+        tuple(ids),
+        torch.tensor(ids),
+        np.array(ids),
+        [np.int64(token) for token in ids],
+        list(torch.tensor(ids)),
+        {"input_ids": [*ids, 5], "attention_mask": [1, 1, 1, 1, 0]},
+    ):
+        result = llm.generate(prompt, max_new_tokens=5)  # type: ignore[call-overload]
+        assert result.token_ids == expected
+    assert llm.generate(tokenized, max_new_tokens=5).token_ids == plain(llm, tokenized["input_ids"], 5)  # type: ignore[union-attr]
+    assert llm.generate([], max_new_tokens=5) == []
+    rows = llm.generate(torch.tensor([ids, ids]), max_new_tokens=5)
+    assert [row.token_ids for row in rows] == [expected, expected]  # type: ignore[union-attr]
+    padded = tokenizer(["Hi", "Hello there"], padding=True, return_tensors="pt")
+    several = llm.generate(padded, max_new_tokens=5)
+    assert [row.token_ids for row in several] == [plain(llm, tokenizer(text)["input_ids"], 5) for text in ("Hi", "Hello there")]  # type: ignore[union-attr]
+    pieces = list(llm.stream(tokenizer("Hello there", return_tensors="pt"), max_new_tokens=5))
+    assert tuple(t for piece in pieces for t in piece.token_ids) == plain(llm, tokenized["input_ids"], 5)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]
+    whole = [{"role": "user", "content": "Hello\nthere"}]
+    assert llm.generate(parts, max_new_tokens=5).token_ids == plain(llm, whole, 5)
+
+
+def test_keywords_as_people_write_them(llm: LLM) -> None:
+    """Guards None for a default, numpy numbers, one value where a list is expected, and what other libraries call the same."""
+    ids, greedy = [20, 30, 40, 50], plain(llm, [20, 30, 40, 50], 6)
+    drawn = llm.generate(ids, max_new_tokens=6, temperature=0.5, seed=3).token_ids
+    for keywords in (
+        {"stop": None, "seed": None, "temperature": None, "top_k": None, "top_p": None, "logits_processor": None},
+        {"do_sample": False, "num_return_sequences": 1, "num_beams": 1, "pad_token_id": 0, "use_cache": True},
+        {"stop": ["never to be said"], "logits_processor": Counting()},
+        {"stop": ("never", "to be said"), "logits_processor": [Counting()]},
+    ):
+        assert llm.generate(ids, max_new_tokens=6, **keywords).token_ids == greedy  # type: ignore[arg-type]
+    for keywords in (
+        {"max_new_tokens": np.int64(6), "temperature": np.float32(0.5), "seed": np.int64(3)},
+        {"max_tokens": 6, "temperature": 0.5, "seed": torch.tensor(3), "do_sample": True},
+        {"max_length": 10, "temperature": 0.5, "seed": 3},
+        {"max_completion_tokens": 6, "temperature": 0.5, "seed": 3, "stop_strings": "never to be said"},
+    ):
+        assert llm.generate(ids, **keywords).token_ids == drawn  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"stop": 5}, "stop must be a string or a list of strings, it is of type int"),
+        ({"stop": [5]}, "stop string 1 must be a string"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, 1 or more, got '5'"),
+        ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, 1 or more, got 5.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+        ({"temperature": "1"}, "temperature must be 0 or more"),
+        ({"logits_processor": "none"}, "logits_processor must hold callables"),
+        ({"do_sample": True}, r"do_sample=True needs a temperature above 0: write temperature=1.0"),
+        ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
+        ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
+        ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
+        ({"num_return_sequences": 3}, "num_return_sequences is no keyword of eyas: call generate once for each answer"),
+        ({"num_beams": 4}, "without beams"),
+        ({"streamer": object()}, "iterate over llm.stream"),
+        ({"tempurature": 1}, "unknown sampling parameter 'tempurature'; did you mean temperature"),
+    ],
+)
+def test_bad_keywords(llm: LLM, keywords: dict[str, Any], message: str) -> None:
+    """Guards one clear line, which says what to write, for values and names that have no meaning here."""
+    with pytest.raises(EyasError, match=message):
+        llm.generate([20, 30, 40, 50], **keywords)
+
+
+def test_bad_chats(llm: LLM) -> None:
+    """Guards a conversation: its settings are refused when it begins, not at its first turn."""
+    with pytest.raises(InputError, match="unknown sampling parameter 'tempurature'; did you mean temperature"):
+        llm.chat(tempurature=1)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="top_p must be above 0"):
+        llm.chat(top_p=7)
+    with pytest.raises(InputError, match="a message is a string, not list"):
+        llm.chat().send(["Hi"])  # type: ignore[arg-type]
+    chat = llm.chat(max_new_tokens=3, do_sample=False)  # type: ignore[call-arg]
+    assert len(chat.send("Hi", max_tokens=2).token_ids) == 2  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": torch.nn.Linear(2, 2)}, "a target is a folder, a hub id or a causal language model of transformers, not Linear"),
+        ({"draft": torch.nn.Linear(2, 2)}, "a draft is a folder, a hub id or a Drafter, not Linear"),
+        ({"tokenizer": 5}, "a tokenizer is a folder, a hub id or a tokenizer of transformers, not int"),
+        ({"device_map": "auto"}, "device_map may spread a model over devices"),
+        ({"device_map": "cpu", "device": "cpu"}, "write device only"),
+        ({"torch_dtype": "float32", "dtype": "float32"}, "torch_dtype is called dtype here"),
+        ({"dtype": torch.float64}, "unknown dtype 'float64'"),
+        ({"dtype": 32}, "dtype must be a name such as 'float32' or a torch dtype, got 32"),
+        ({"device": "gpu:0"}, "device 'gpu:0' cannot be used here"),
+        ({"load_in_8bit": True}, "load_in_8bit belongs to transformers: load the model with it"),
+        ({"kernel": "off"}, "unknown option 'kernel'; did you mean kernels"),
+        ({"kernels": "fast"}, "unknown kernels 'fast'"),
+    ],
+)
+def test_bad_loads(folders: tuple[Path, Path], arguments: dict[str, Any], message: str) -> None:
+    """Guards `load`: values of another kind and names of transformers."""
+    with pytest.raises(EyasError, match=message):
+        eyas.load(**{"target": folders[0], **arguments})
+
+
+def test_loads_as_people_write_them(folders: tuple[Path, Path], llm: LLM) -> None:
+    """Guards torch's own dtypes and devices, booleans for the kernels, and transformers' names where they mean the same."""
+    for arguments in (
+        {"dtype": torch.float32, "device": torch.device("cpu"), "kernels": False},
+        {"torch_dtype": "torch.float32", "device_map": {"": "cpu"}, "kernels": None},
+        {"dtype": None, "device": None, "device_map": "cpu"},
+    ):
+        loaded = eyas.load(folders[0], **arguments)  # type: ignore[arg-type]
+        assert loaded.target.dtype == torch.float32
+        assert loaded.generate("Hello there", max_new_tokens=5).token_ids == plain(llm, "Hello there", 5)
+
+
+def test_signatures_and_reprs(llm: LLM) -> None:
+    """Guards `help` and what an interactive session shows."""
+    for function in (LLM.generate, LLM.stream, LLM.chat, eyas.api.Chat.send, eyas.api.Chat.stream):
+        parameters = inspect.signature(function).parameters
+        assert {name: parameters[name].default for name in ("temperature", "max_new_tokens", "stop", "seed", "raw")} == {
+            "temperature": 0.0, "max_new_tokens": None, "stop": None, "seed": 0, "raw": False,
+        }  # fmt: skip
+        assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        assert parameters["max_new_tokens"].annotation == "int | None"
+    assert {f.name for f in fields(eyas.Sampling)} <= set(GenerateKeywords.__annotations__)
+    result = llm.generate("Tell me", max_new_tokens=90)
+    assert re.fullmatch(r"LLM\('LlamaForCausalLM', method='eagle1', tree='fixed', dtype='float32', device='cpu'\)", repr(llm))
+    assert re.match(r"Result\(text='.*', tokens=90, finish_reason='length', tau=\d\.\d\d", repr(result), re.DOTALL)
+    assert len(repr(result)) < 400
+    assert repr(eyas.Sampling(temperature=0.5, seed=3)) == "Sampling(temperature=0.5, seed=3)"
+    assert repr(eyas.Sampling()) == "Sampling()"
+    chat = llm.chat("Be brief.", max_new_tokens=3)
+    assert repr(chat) == "Chat('LlamaForCausalLM', 1 messages, last system: 'Be brief.')"
+
+
+def test_a_result_before_the_end(llm: LLM) -> None:
+    """Guards `Stream.result`: asked at any time, it changes nothing of what follows."""
+    whole = llm.generate("Tell me", max_new_tokens=20)
+    stream = llm.stream("Tell me", max_new_tokens=20)
+    text = ""
+    for piece in stream:
+        text += piece.text
+        assert stream.result().text.startswith(text)
+    assert stream.result().token_ids == whole.token_ids
+    assert text == stream.result().text == whole.text
+    assert stream.result().stats.tau == whole.stats.tau
+
+
+def test_streams_that_are_not_read(llm: LLM) -> None:
+    """Guards streams that are dropped before, or while, they are read, and two at a time."""
+    expected = plain(llm, "Tell me", 9)
+    llm.stream("Tell me", max_new_tokens=9)
+    one, other = llm.stream("Tell me", max_new_tokens=9), llm.stream("Tell me", max_new_tokens=9)
+    next(one)
+    assert tuple(t for piece in other for t in piece.token_ids) == expected
+    del one
+    assert llm.generate("Tell me", max_new_tokens=9).token_ids == expected
+    chat = llm.chat(max_new_tokens=9)
+    waiting = chat.stream("Hi")
+    with pytest.raises(InputError, match="still being streamed"):
+        chat.stream("And?")
+    waiting.close()
+    assert chat.messages == []
+    assert chat.send("Hi").token_ids == plain(llm, [{"role": "user", "content": "Hi"}], 9)
+
+
+def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards the two reasons why text cannot be read: they were said to be one."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(folders[0] / name, bare / name)
+    llm = eyas.load(bare)
+    assert llm.generate([20, 30], max_new_tokens=3).token_ids
+    with pytest.raises(InputError, match="this target has no tokenizer: give token ids"):
+        llm.generate("Hi")
+    with pytest.raises(ModelError, match="there is no tokenizer in"):
+        eyas.load(bare, tokenizer=bare)
+    (bare / "tokenizer.json").write_text((folders[0] / "tokenizer.json").read_text()[:500])
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be loaded: tokenizer.json is no valid JSON"):
+        eyas.load(bare)

@@ -30,7 +30,7 @@ LAYERS = {
     "core": 2,
     **dict.fromkeys(["drafters", "metrics"], 3),
     **dict.fromkeys(["runners", "train"], 4),
-    "adaptive": 5,
+    **dict.fromkeys(["adaptive", "arguments"], 5),
     "api": 6,
     "bench": 7,
     **dict.fromkeys(["cli", "__init__"], 8),

@@ -51,9 +51,10 @@ def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_public_names() -> None:
-    """Guards `import eyas`: every public name is there."""
+    """Guards `import eyas`: every public name is there, and `dir` shows no other."""
     eyas = importlib.import_module("eyas")
     assert all(getattr(eyas, name) is not None for name in public)
+    assert dir(eyas) == sorted(public)
 
 
 def test_links_and_files_of_the_pages() -> None:

@@ -5,7 +5,7 @@
     llm = eyas.load()                     # the embedded model; or a path, a hub id, a loaded model
     print(llm.generate("Hello!").text)
 
-The names below are looked up on first use, so `import eyas` is quick and does not import torch.
+Names are imported on first use, so `import eyas` is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.api import LLM, Result, load
+    from eyas.api import LLM, Chat, Result, Stream, load
     from eyas.core.sampling import Sampling
+    from eyas.errors import EyasError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Result", "Sampling", "__version__", "load"]
+__all__ = ["LLM", "Chat", "EyasError", "Result", "Sampling", "Stream", "__version__", "load"]
 
-_HOME = {"LLM": "eyas.api", "Result": "eyas.api", "Sampling": "eyas.core.sampling", "load": "eyas.api"}
+_MODULES = {
+    **dict.fromkeys(["LLM", "Chat", "Result", "Stream", "load"], "eyas.api"),
+    "EyasError": "eyas.errors",
+    "Sampling": "eyas.core.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access does not come here
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next access finds it there
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

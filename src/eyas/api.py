@@ -1,93 +1,129 @@
-"""Load a target and a drafter; generate, stream, chat. All three are folds over `Decoder.step`.
+"""Load a target with a drafter; generate, stream, chat. Each of them adds up the Steps of the engine.
 
     llm = eyas.load("meta-llama/Llama-3.1-8B-Instruct", draft="path/or/hub-id")
     llm.generate("Why is the sky blue?").text
 
-This module knows prompts, tokenizers and results; it knows no method, no tree and no family.
+This module knows prompts, tokenizers and results; it knows no tree and no model family.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, Unpack, cast, overload
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas import checkpoints, drafters, metrics, runners, tiny
+from eyas import checkpoints, drafters, runners, tiny
 from eyas.adaptive import auto, mode_of
-from eyas.core.drafter import build_options
+from eyas.arguments import (
+    GenerateKeywords,
+    Messages,
+    Prompt,
+    as_processors,
+    as_prompts,
+    generate_keywords,
+    load_keywords,
+    on_or_off,
+    plain_number,
+    whole_number,
+    with_generate_keywords,
+)
+from eyas.core.drafter import Drafter, build_options, flags
 from eyas.core.engine import Decoder, Policy, Processor, Request, Step
+from eyas.core.pretrained import check_config, read_tokenizer
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
-from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged, method_name
 from eyas.errors import InputError, ModelError, OptionError, near
+from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, render
 
-__all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "load"]
-
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages | Sequence[int]
+__all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "load"]
 
 DEFAULT_NEW_TOKENS = 256
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this format
+WITHOUT_HEAD = "suffix"  # the method where no head is named
+SHOWN = 60  # characters of a text that a repr shows
 
-# Processors of Hugging Face that remember what they saw: on a tree they would see tokens that never come to be.
+# Processors of transformers with a memory: in a tree they would see tokens that are never emitted.
 STATEFUL = frozenset(
     {
-        "AlternatingCodebooksLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "WhisperNoSpeechDetection", "WhisperTimeStampLogitsProcessor",
+        "AlternatingCodebooksLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+        "WhisperTimeStampLogitsProcessor",
     }
-)  # fmt: skip
+)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What decoding one prompt took."""
+    """Figures of one answer."""
 
     cycles: int  # forwards of the target after the prompt's own
-    accepted_lengths: tuple[int, ...]  # drafted tokens that each cycle kept, after cutting, without the bonus
+    accepted_lengths: tuple[int, ...]  # draft tokens that each cycle emitted, without the bonus token
     seconds: float  # from the prompt to the last token
-    prefill_seconds: float  # of that, the prompt's pass and the first token
-    slow_processors: tuple[str, ...] = ()  # processors that had to run node by node
+    prefill_seconds: float  # of these, the prompt's forward and the first token
+    slow_processors: tuple[str, ...] = ()  # processors that run once for each node
 
-    tokens: int = 0  # emitted by cycles (the prefill's own token not counted)
-    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what the policy decided: `Step.decided`
+    tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
+    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.decided`
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per cycle, the bonus included; 0 without cycles."""
-        return metrics.tau(self.tokens, self.cycles)
+        """Tokens emitted per cycle, the bonus token included; 0 without cycles."""
+        return tau(self.tokens, self.cycles)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: tokens emitted by cycles over the seconds after the prefill; 0 without cycles."""
-        return metrics.tokens_per_second(self.tokens, self.seconds - self.prefill_seconds)
+        """Tokens emitted by cycles per second after the prefill; 0 without cycles."""
+        return tokens_per_second(self.tokens, self.seconds - self.prefill_seconds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """An answer."""
 
-    text: str  # special tokens skipped, a stop string removed
-    token_ids: tuple[int, ...]  # the new tokens, up to the one that ended the text (an EOS included)
+    text: str  # without special tokens and without the stop string
+    token_ids: tuple[int, ...]  # the new tokens up to the one that ended the text, an EOS included
     finish_reason: str  # "stop" | "length"
     stats: Stats
+
+    def __repr__(self) -> str:
+        return (
+            f"Result(text={_shortened(self.text)!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
+            f"tau={self.stats.tau:.2f}, tokens_per_second={self.stats.tokens_per_second:.0f})"
+        )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one cycle added to a streamed answer."""
+    """The part of a streamed answer that one cycle adds."""
 
-    text: str  # may be empty while characters are incomplete or might become a stop string
+    text: str  # empty while characters are incomplete or may become a stop string
     token_ids: tuple[int, ...]
-    accepted: int  # how many of those tokens were drafted
+    accepted: int  # draft tokens among them
     finish_reason: str | None  # set in the last piece
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -97,316 +133,446 @@ def load(
     *,
     draft_with: str | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | int | None = "auto",
     trust_remote_code: bool = False,
-    kernels: str = "auto",
+    kernels: str | bool | None = "auto",
     weights: str = "exact",
     activations: str = "exact",
     draft_weights: str = "exact",
     **options: Any,
 ) -> LLM:
-    """A target with a drafter, ready to generate.
+    """Load a target with a drafter, ready to generate.
 
     Args:
-        target: local folder, hub id or a model that is already loaded (used as it is); None = the embedded model with its own head.
-        draft: the head's local folder or hub id, or a Drafter.
-        method: a name of `eyas methods` or a dotted path; default: what the head was made for; without a head `suffix`.
-        draft_with: a second method, one that needs no head, whose tree is merged with the first one's in every cycle.
-        tokenizer: where it is not the target's own.
-        dtype, device: "auto" = float32 on a CPU; on an accelerator the checkpoint's own dtype.
-        kernels: "auto" = on a CPU compiled kernels where they know the model, its own forward elsewhere; "on" says why not; "off".
-            On a GPU "on" = CUDA graphs; "compile" = with layers by torch.compile.
-        weights: "exact" = the target's as they are; "bfloat16", "int8", "int4" = rounded, by the kernels: a target of its own, and
-            faster where that is fewer bytes.
-        activations: what weights are multiplied by: "exact" = as exact as float32; rounded, by the kernels, so that larger trees pay and
-            prompts are read faster, as a target of its own: "bfloat16" (weights kept so), "int16", "int8" (weights kept as int8 or int4).
-        draft_weights: "fp8" = the head's rounded, on GPUs that multiply it; "int4" = by the kernels: changes what is guessed, never what is
-            said.
-        options: the method's own, e.g. tree={"nodes": 32, "depth": 5}; those that only the second method knows are its.
-            tree="auto": drafts are as large as pays on this machine, or none (`eyas.adaptive`): the default, unless a tree is described.
-            tree="fixed": as the options say, in every cycle.
+        target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded model with its own head.
+        draft: local folder or hub id of a draft head, or a Drafter.
+        method: a name from `eyas methods` or a dotted path. None: the method that the head was made for; `suffix` without a head.
+        draft_with: a second method, one that needs no head; its tree is merged with the first one's in every cycle.
+        tokenizer: local folder, hub id or tokenizer, where it is not the target's own.
+        dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, the model's own forward elsewhere.
+            "on": the same, with a warning where they are not used; on a GPU CUDA graphs. "compile": CUDA graphs with layers by
+            torch.compile. "off": the model's own forward.
+        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a target of its own.
+        activations: precision of what weights are multiplied by: "exact", or rounded by the kernels to "bfloat16" (for weights
+            kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4): prompts and large trees cost less; a target
+            of its own.
+        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs that multiply it) or "int4" (by the kernels): changes
+            what is drafted, never the text.
+        options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the second method has go there.
+            tree="auto" adapts the tree's size to this machine and drafts nothing where that is faster: the default, unless a tree
+            is described. tree="fixed" keeps to the options in every cycle.
 
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
-    words: PreTrainedTokenizerBase | None
+    options, dtype, device = load_keywords(options, dtype, device)
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
     if target is None:
-        place = torch.device(pick_device(device))
-        kind = pick_dtype(dtype, place)
-        embedded: torch.nn.Module = tiny.model()
-        embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
-        model = Target(cast(PreTrainedModel, embedded), "embedded")
-        words = tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer, must=True)
         method = method or (tiny.BEST if draft is None else None)
-        draft = tiny.HEADS.get(drafters.find(method).reads) if draft is None and method else draft
-    elif isinstance(target, PreTrainedModel):
-        source = tokenizer or target.name_or_path
-        words = _tokenizer(source, must=tokenizer is not None) if source else None
-        model = Target(target, target.name_or_path or type(target).__name__)
-    else:
-        _check_folder(target)
-        words = _tokenizer(tokenizer or target, tokenizer is not None, trust_remote_code)
-        model = Target.load(target, dtype, device, trust_remote_code)
-    own = not isinstance(target, PreTrainedModel)
-    model = runners.prepared(model, kernels, own=own, weights=weights, activations=activations, draft_weights=draft_weights)
+        if draft is None and method is not None:
+            draft = tiny.HEADS.get(drafters.find(method).reads)
+    model, words = _target(target, tokenizer, dtype, device, trust_remote_code)
+    model = runners.prepared(
+        model,
+        on_or_off(kernels),
+        own=not isinstance(target, PreTrainedModel),
+        weights=weights,
+        activations=activations,
+        draft_weights=draft_weights,
+    )
     drafter = _drafter(model, draft, method, options, draft_with)
     policy = auto(drafter) if mode == "auto" else None
     return LLM(model, drafter, words, str(draft) if isinstance(draft, str | Path) else None, policy)
 
 
-def _check_folder(target: str | Path) -> None:
-    path = Path(target)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"target folder {str(target)!r} has no config.json: name a folder in Hugging Face layout")
-    if not path.exists() and (path.is_absolute() or str(target).startswith((".", "~")) or str(target).count("/") > 1):
-        raise ModelError(f"target {str(target)!r} does not exist")
-    if path.is_file():
-        raise ModelError(f"target {str(target)!r} is a file: name the folder that holds it and its config.json")
+def _target(source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool) -> tuple[Target, PreTrainedTokenizerBase | None]:
+    """The target and its tokenizer, from whatever names them."""
+    if source is None:
+        place = torch.device(pick_device(device))
+        kind = pick_dtype(dtype, place)
+        embedded: torch.nn.Module = tiny.model()
+        embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
+        return Target(cast(PreTrainedModel, embedded), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
+    if isinstance(source, PreTrainedModel):
+        name = source.name_or_path
+        words = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
+        return Target(source, name or type(source).__name__), words
+    if not isinstance(source, str | Path):
+        raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
+    check_config(source, trust_remote_code)
+    words = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
+    return Target.load(source, dtype, device, trust_remote_code), words
 
 
-def _tokenizer(
-    source: str | Path | PreTrainedTokenizerBase, must: bool = False, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """None when the target's folder holds no tokenizer (token ids then still work)."""
+def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that the caller names; ModelError where there is none."""
     if isinstance(source, PreTrainedTokenizerBase):
         return source
-    try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if must:
-            raise ModelError(f"tokenizer {str(source)!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
-        return None
-    return found if len(found) else None
+    if not isinstance(source, str | Path):
+        raise ModelError(f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}")
+    words = read_tokenizer(source, trust_remote_code, required=True)
+    assert words is not None
+    return words
 
 
-DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this form
-WITHOUT_HEAD = "suffix"
-
-
-def _drafter(
-    target: Target, draft: str | Path | Drafter | None, method: str | None, options: Mapping[str, Any], draft_with: str | None
-) -> Drafter:  # fmt: skip
-    beside = None if draft_with is None else drafters.find(draft_with)
-    if beside is not None and beside.needs_weights:
-        raise OptionError(f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the first method")
+def _drafter(target: Target, draft: Any, method: str | None, options: Mapping[str, Any], draft_with: str | None) -> Drafter:
+    """The drafter that `load` asks for; with `draft_with` two, merged."""
+    second = None if draft_with is None else drafters.find(draft_with)
+    if second is not None and second.needs_weights:
+        raise OptionError(f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method")
     if isinstance(draft, Drafter):
-        if method is not None or (options and not beside) or draft.target.model is not target.model:
-            raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
-        if draft.target.draft_weights != target.draft_weights:
-            raise OptionError("a Drafter's weights were chosen when it was made: leave draft_weights out")
-        return draft if beside is None else Merged(draft, beside.from_pretrained(None, target, build_options(beside.Options, options)))
-    held = checkpoints.load(draft).method if draft is not None and method is None else WITHOUT_HEAD
-    kind = drafters.find(method or DEFAULT_METHODS.get(held, held))
-    theirs = {} if beside is None else {name: options[name] for name in options if _knows(beside, name) and not _knows(kind, name)}
-    mine = {name: options[name] for name in options if name not in theirs}
-    drafter = kind.from_pretrained(draft, target, build_options(kind.Options, mine))
-    if kind.needs_weights and not target.head_is_exact:
-        warnings.warn(f"the head of {target.name} does something that eyas does not know: drafts may be accepted less", stacklevel=3)
-    if drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
-        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=3)
-    return drafter if beside is None else Merged(drafter, beside.from_pretrained(None, target, build_options(beside.Options, theirs)))
+        _check_ready_drafter(draft, target, method, options if second is None else {})
+        return draft if second is None else Merged(draft, _build(second, None, target, options))
+    if not isinstance(draft, str | Path | None):
+        raise OptionError(f"a draft is a folder, a hub id or a Drafter, not {type(draft).__name__}")
+    if method is None:
+        format_method = WITHOUT_HEAD if draft is None else checkpoints.load(draft).method
+        method = DEFAULT_METHODS.get(format_method, format_method)
+    first = drafters.find(method)
+    for_second = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
+    drafter = _build(first, draft, target, {name: value for name, value in options.items() if name not in for_second})
+    _warn_about_head(drafter, draft, target)
+    return drafter if second is None else Merged(drafter, _build(second, None, target, for_second))
 
 
-def _knows(kind: type[Drafter], option: str) -> bool:
+def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
+    for name in options:
+        if not _has(kind, name):
+            known = [*flags(kind.Options), *LOAD_KEYWORDS]
+            raise OptionError(f"unknown option {name!r}; {near(name, known)}")
+    return kind.from_pretrained(source, target, build_options(kind.Options, options))
+
+
+def _has(kind: type[Drafter], option: str) -> bool:
     """Whether a method has that option, or its group."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
+
+
+def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Mapping[str, Any]) -> None:
+    if method is not None or options or draft.target.model is not target.model:
+        raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
+    if draft.target.draft_weights != target.draft_weights:
+        raise OptionError("the precision of a Drafter's weights was chosen when it was made: leave draft_weights out")
+
+
+def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
+    if drafter.needs_weights and not target.head_is_exact:
+        warnings.warn(f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted", stacklevel=4)
+    if drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
+        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=4)
+
+
+LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))
+
+
+# --- generating ------------------------------------------------------------------------------------------------------------------------
 
 
 class LLM:
     """A target, a drafter and a tokenizer; and a policy, which learns from everything that is decoded here."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, draft_name: str | None = None,
+        self,
+        target: Target,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase | None,
+        draft_name: str | None = None,
         policy: Policy | None = None,
-    ) -> None:  # fmt: skip
-        self.target, self.drafter, self.tokenizer, self.draft_name, self.policy = target, drafter, tokenizer, draft_name, policy
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.draft_name = draft_name
+        self.policy = policy
         self.eos = _eos(target.model, tokenizer)
         self._idle: Decoder | None = None
 
-    @contextmanager
-    def _decoder(self, rows: int = 1) -> Iterator[Decoder]:
-        """Its rows are empty; one that lasts serves again."""
-        idle, self._idle = self._idle, None
-        if idle is None or not idle.serves(self.target, self.drafter, rows, self.policy):
-            idle = Decoder(self.target, self.drafter, rows, policy=self.policy)
-        try:
-            yield idle
-        except GeneratorExit:  # a stream that is broken off has cancelled its request; after an error rows may hold anything
-            self._idle = idle if idle.finished and idle.lasts else None
-            raise
-        self._idle = idle if idle.finished and idle.lasts else None
+    def __repr__(self) -> str:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        tree = "fixed" if self.policy is None else "auto"
+        return f"LLM({self._name!r}, method={self.method!r}, tree={tree!r}, dtype={dtype!r}, device={str(self.target.device)!r})"
+
+    @property
+    def _name(self) -> str:
+        return self.target.name or type(self.target.model).__name__
 
     @property
     def method(self) -> str:
+        """The method's name; "eagle2+suffix" for two."""
         return method_name(self.drafter)
 
-    def ids(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a prompt: a string (a user's message where the tokenizer has a chat template, unless `raw`), messages, or ids."""
-        chat = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
-        if system and (not chat or not (isinstance(prompt, str) or all(isinstance(x, Mapping) for x in prompt))):
-            raise InputError("a system message needs a chat template and a prompt that goes through it (no ids, not raw)")
-        if not isinstance(prompt, str) and all(isinstance(x, int) and not isinstance(x, bool) for x in prompt):
-            if not prompt:
-                raise InputError("the prompt is empty: give at least one token")
-            return tuple(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise InputError("the prompt is empty")
-            if not chat:
-                return tuple(encode(self.tokenizer, prompt))
-            prompt = [{"role": "user", "content": prompt}]
-        head = [{"role": "system", "content": system}] if system else []
-        return tuple(render(self.tokenizer, [*head, *prompt]))
-
-    def request(
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: str, *, system: str | None = None, batch_size: int | None = None, **keywords: Unpack[GenerateKeywords]
+    ) -> Result: ...
+    @overload
+    def generate(
         self,
-        prompt: Prompt,
+        prompt: Sequence[int] | Messages,
         *,
-        max_new_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        logits_processor: Iterable[Processor] = (),
-        ignore_eos: bool = False,
         system: str | None = None,
-        raw: bool = False,
-        **sampling: Any,
-    ) -> tuple[Request, _Reader]:
-        """The request for a Decoder, and what reads its tokens as text."""
-        ids = self.ids(prompt, system, raw)
-        room = max(1, self.target.context - len(ids))
-        try:
-            law = Sampling(**sampling)
-        except TypeError as error:
-            known = {f.name for f in fields(Sampling)}
-            name = next(iter(sampling.keys() - known), "")
-            raise InputError(f"unknown sampling parameter {name!r}; {near(name, known)}") from error
-        reader = _Reader(self.tokenizer, stop)
-        processors = tuple(_check_processor(p) for p in logits_processor)
-        new = min(DEFAULT_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
-        return Request(ids, new, law, frozenset() if ignore_eos else self.eos, reader.feed, processors), reader
-
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Result: ...
     @overload
-    def generate(self, prompt: str, **kwargs: Any) -> Result: ...
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> list[Result]: ...
     @overload
-    def generate(self, prompt: Sequence[int] | Messages, **kwargs: Any) -> Result: ...
-    @overload
-    def generate(self, prompt: Sequence[Prompt], **kwargs: Any) -> list[Result]: ...
-    def generate(self, prompt: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        prompt: Tensor | Mapping[str, Any],
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Result | list[Result]: ...
+    @with_generate_keywords
+    def generate(self, prompt: Any, *, system: str | None = None, batch_size: int | None = None, **keywords: Any) -> Any:
         """Answer one prompt, or each of a list of prompts.
 
         Args:
-            prompt: a string, a list of messages, a list of token ids; or a list of those.
-            max_new_tokens: default 256, or what fits the context.
-            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by default.
-            stop: stop strings; the text ends before, the ids with the token that completes one.
-            logits_processor: Hugging Face processors; run once per node with its own prefix, so they cost time.
+            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a tokenizer returns), or a list of those
+                (a tensor [B, T]).
+            system: a system message, for tokenizers with a chat template.
+            batch_size: prompts that are decoded together when there are many. None: 1 on a CPU, 8 elsewhere.
+            max_new_tokens: None: 256, or as many as fit the context.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by default. None is the default.
+            stop: a stop string or several. The text ends before it, the ids with the token that completes it.
+            logits_processor: processors of transformers, one or several. They run once for each node, with the node's own
+                prefix, which is slow.
             ignore_eos: go on to max_new_tokens.
-            system, raw: a system message; take a string as it is, without the chat template.
-            batch_size: rows decoded together when there are many prompts (default 1 on a CPU, 8 elsewhere).
+            raw: take a string as it is, without the chat template.
+
+        Returns:
+            A Result, or a list of them in the order of the prompts.
 
         Raises:
-            InputError, FitError, OptionError: before anything runs.
+            InputError, FitError, OptionError: before anything is decoded.
         """
-        if _is_one(prompt):
-            return next(iter(self.generate_each([prompt], **kwargs)))[1]
-        return [result for _, result in sorted(self.generate_each(prompt, **kwargs), key=lambda pair: pair[0])]
+        prompts, single = as_prompts(prompt)
+        results = dict(self.generate_each(prompts, batch_size, system=system, **keywords))
+        return results[0] if single else [results[i] for i in range(len(prompts))]
 
-    def generate_each(self, prompts: Sequence[Prompt], batch_size: int | None = None, **kwargs: Any) -> Iterator[tuple[int, Result]]:
-        """(index, Result) as prompts are finished, in whatever order."""
-        made = [self.request(p, **kwargs) for p in prompts]
-        rows = batch_size or (1 if self.target.device.type == "cpu" else 8)
-        with self._decoder(max(1, min(rows, len(made)))) as decoder:
-            index = {decoder.add(request): i for i, (request, _) in enumerate(made)}
-            ledgers = [_Ledger(request, reader) for request, reader in made]
-            while not decoder.finished:
-                for step in decoder.step():
-                    ledger = ledgers[index[step.request]]
-                    ledger.add(step)
-                    if step.finish:
-                        yield index[step.request], ledger.result()
+    def generate_each(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int | None = None,
+        *,
+        system: str | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in `generate`."""
+        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
+        answers = [_Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
+        decoder = self._take_decoder(max(1, min(rows, len(answers))))
+        index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
+        while not decoder.finished:
+            for step in decoder.step():
+                i = index[step.request]
+                answers[i].add(step)
+                if step.finish:
+                    yield i, answers[i].result()
+        self._keep_decoder(decoder)
 
-    def stream(self, prompt: Prompt, **kwargs: Any) -> Iterator[Piece]:
-        """The answer piece by piece, one per cycle; closing the iterator early leaves everything reusable."""
-        request, reader = self.request(prompt, **kwargs)
-        with self._decoder() as decoder:
-            yield from _stream(decoder, request, reader)
+    @with_generate_keywords
+    def stream(
+        self, prompt: Prompt | Tensor | Mapping[str, Any], *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
+    ) -> Stream:
+        """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
 
-    def chat(self, system: str | None = None, **defaults: Any) -> Chat:
-        """A conversation whose keys and values are kept from turn to turn."""
-        return Chat(self, system, defaults)
+        Closing the stream early leaves everything usable.
+        """
+        answer = _Answer(*self.request(prompt, system=system, **keywords))
+        decoder = self._take_decoder()
+        return Stream(decoder, answer, lambda: self._keep_decoder(decoder))
+
+    @with_generate_keywords
+    def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
+        """Begin a conversation whose keys and values are kept from turn to turn.
+
+        Parameters as in `generate`; they hold for every turn.
+        """
+        return Chat(self, system, keywords)
+
+    def ids(self, prompt: Any, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
+        """Token ids of one prompt.
+
+        A string is a user's message where the tokenizer has a chat template, unless `raw`.
+        """
+        prompts, _ = as_prompts(prompt)
+        if len(prompts) != 1:
+            raise InputError("the prompt is empty: give at least one token" if not prompts else f"one prompt at a time, not {len(prompts)}")
+        one = prompts[0]
+        template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
+        if isinstance(one, tuple):
+            if system:
+                raise InputError("a system message needs a prompt that goes through the chat template: a string or messages, no token ids")
+            return cast(tuple[int, ...], one)
+        if self.tokenizer is None:
+            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
+        if system and not template:
+            raise InputError("a system message needs a chat template: this tokenizer has none, or raw leaves it out")
+        if isinstance(one, str):
+            if not one.strip():
+                raise InputError("the prompt is empty")
+            if not template:
+                return tuple(encode(self.tokenizer, one))
+            one = [{"role": "user", "content": one}]
+        head = [{"role": "system", "content": system}] if system else []
+        return tuple(render(self.tokenizer, [*head, *cast(Messages, one)]))
+
+    def request(self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> tuple[Request, TextReader]:
+        """The engine's request for a prompt, and the reader that turns its tokens into text. Parameters as in `generate`."""
+        asked = generate_keywords(keywords)
+        ids = self.ids(prompt, system, asked["raw"])
+        reader = TextReader(self.tokenizer, asked["stop"])
+        request = Request(
+            ids,
+            self._new_tokens(asked, len(ids)),
+            sampling_of(asked),
+            frozenset() if asked["ignore_eos"] else self.eos,
+            reader.feed,
+            tuple(_check_processor(p) for p in as_processors(asked["logits_processor"])),
+        )
+        return request, reader
+
+    def _new_tokens(self, asked: Mapping[str, Any], prompt_length: int) -> int:
+        most: int | None = asked["max_new_tokens"]
+        if asked.get("max_length") is not None:
+            if most is not None:
+                raise OptionError("max_length and max_new_tokens say the same: write max_new_tokens only")
+            most = whole_number("max_length", asked["max_length"]) - prompt_length
+            if most < 1:
+                raise OptionError(f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead")
+        return max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length)) if most is None else most
+
+    @property
+    def _default_rows(self) -> int:
+        return 1 if self.target.device.type == "cpu" else 8
+
+    def _take_decoder(self, rows: int = 1) -> Decoder:
+        """A Decoder without requests: the one that served last, where it suits."""
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.serves(self.target, self.drafter, rows, self.policy):
+            return idle
+        return Decoder(self.target, self.drafter, rows, policy=self.policy)
+
+    def _keep_decoder(self, decoder: Decoder) -> None:
+        """Let a Decoder serve again, where keeping its caches pays. After an error it is not kept: its rows may hold anything."""
+        if decoder.finished and decoder.lasts:
+            self._idle = decoder
 
 
 class Chat:
-    """A conversation. What earlier turns left in the caches is used again, up to the first token that differs."""
+    """A conversation. Keys and values of earlier turns are used again, up to the first token that differs."""
 
-    def __init__(self, llm: LLM, system: str | None, defaults: Mapping[str, Any]) -> None:
-        self.llm, self.defaults = llm, dict(defaults)
+    def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
+        self.llm = llm
+        self.keywords = generate_keywords(keywords)
+        sampling_of(self.keywords)  # impossible values are refused here
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._decoder = Decoder(llm.target, llm.drafter, rows=1, reuse=True, policy=llm.policy)
 
-    def send(self, text: str, **kwargs: Any) -> Result:
-        """Say something; the answer joins the conversation."""
-        request, reader = self._request(text, kwargs)
-        ledger = _Ledger(request, reader)
-        for _ in _stream(self._decoder, request, reader, ledger):
+    def __repr__(self) -> str:
+        last = f", last {self.messages[-1]['role']}: {_shortened(self.messages[-1]['content'])!r}" if self.messages else ""
+        return f"Chat({self.llm._name!r}, {len(self.messages)} messages{last})"
+
+    @with_generate_keywords
+    def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
+        """Send a user's message; it and the answer join the conversation. Parameters as in `LLM.generate`."""
+        stream = self.stream(text, **keywords)
+        for _ in stream:
             pass
-        return self._answered(text, ledger)
+        return stream.result()
 
-    def stream(self, text: str, **kwargs: Any) -> Iterator[Piece]:
-        """The same, piece by piece. When it is closed early, what was said so far joins the conversation."""
-        request, reader = self._request(text, kwargs)
-        ledger = _Ledger(request, reader)
-        try:
-            yield from _stream(self._decoder, request, reader, ledger)
-        finally:
-            if ledger.totals.token_ids:
-                self._answered(text, ledger)
-
-    def _request(self, text: str, kwargs: Mapping[str, Any]) -> tuple[Request, _Reader]:
+    @with_generate_keywords
+    def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
+        """The same, piece by piece. When the stream is closed early, the text so far joins the conversation."""
         if not self._decoder.finished:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
-        if not text.strip():
-            raise InputError("the message is empty")
-        return self.llm.request([*self.messages, {"role": "user", "content": text}], **{**self.defaults, **kwargs})
+        if not isinstance(text, str) or not text.strip():
+            raise InputError("the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}")
+        asked = generate_keywords(keywords, self.keywords)
+        answer = _Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **asked))
+        return Stream(self._decoder, answer, lambda: self._join(text, answer))
 
-    def _answered(self, text: str, ledger: _Ledger) -> Result:
-        result = ledger.result()
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": result.text}]
-        return result
-
-
-def _stream(decoder: Decoder, request: Request, reader: _Reader, ledger: _Ledger | None = None) -> Iterator[Piece]:
-    ticket = decoder.add(request)
-    done = False
-    try:
-        while not decoder.finished:
-            for step in decoder.step():
-                if step.request != ticket:  # another turn was begun before this one was read to its end
-                    continue
-                if ledger is not None:
-                    ledger.add(step)
-                text = reader.take(final=step.finish is not None)
-                done = step.finish is not None
-                yield Piece(text, step.tokens, step.accepted, step.finish)
-    finally:
-        if not done:
-            decoder.cancel(ticket)
+    def _join(self, text: str, answer: _Answer) -> None:
+        if answer.totals.token_ids:
+            said = answer.result().text
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
 
 
-class _Reader:
-    """Reads a request's tokens as text; tells the Decoder when a stop string is complete."""
+class Stream(Iterator[Piece]):
+    """An answer that is being decoded, piece by piece."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str]) -> None:
+    def __init__(self, decoder: Decoder, answer: _Answer, at_end: Callable[[], None]) -> None:
+        self._decoder = decoder
+        self._answer = answer
+        self._at_end = at_end
+        self._pieces = deque[Piece]()
+        self._open = False
+        self._ticket = decoder.add(answer.request)
+        self._open = True
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._pieces:
+            if not self._open:
+                raise StopIteration
+            self._step()
+        return self._pieces.popleft()
+
+    def _step(self) -> None:
+        try:
+            steps = self._decoder.step()
+        except BaseException:
+            self._open = False
+            self._decoder.cancel(self._ticket)
+            raise
+        for step in steps:
+            if step.request == self._ticket:
+                self._pieces.append(self._answer.add(step))
+        if self._answer.totals.finish:
+            self._open = False
+            self._at_end()
+
+    def close(self) -> None:
+        """Break the answer off."""
+        if self._open:
+            self._open = False
+            self._decoder.cancel(self._ticket)
+            self._at_end()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def result(self) -> Result:
+        """The answer so far."""
+        return self._answer.result()
+
+
+class TextReader:
+    """Reads a request's tokens as text; tells the engine when a stop string is complete."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str] | None = None) -> None:
         if tokenizer is None and stop:
             raise InputError("stop strings need a tokenizer, and this target has none")
-        self._stops = None if tokenizer is None else StopStrings(tokenizer, [stop] if isinstance(stop, str) else list(stop))
-        self._parts: list[str] = []
+        self._stops = None if tokenizer is None else StopStrings(tokenizer, stop)
+        self._taken: list[str] = []
         self._new: list[str] = []
 
     def feed(self, token: int) -> bool:
+        """Read one token; True where it completes a stop string."""
         if self._stops is None:
             return False
         piece = self._stops.feed(token)
@@ -414,62 +580,68 @@ class _Reader:
         return piece.hit is not None
 
     def take(self, final: bool = False) -> str:
-        """The text since the last call; `final` gives out what was held back."""
+        """The text since the last call; `final` adds the text that was held back."""
         if final and self._stops is not None:
             self._new.append(self._stops.flush())
         text = "".join(self._new)
         self._new = []
-        self._parts.append(text)
+        self._taken.append(text)
         return text
 
     def text(self) -> str:
-        return "".join([*self._parts, *self._new])
+        """All text so far, with the text that is held back."""
+        tail = "" if self._stops is None else self._stops.tail()
+        return "".join([*self._taken, *self._new, tail])
 
 
-@dataclass
-class _Ledger:
-    """The steps of one request, added up."""
+class _Answer:
+    """Collects the Steps of one request: text, token ids and figures."""
 
-    request: Request
-    reader: _Reader
-    totals: metrics.StepTotals = field(default_factory=metrics.StepTotals)
+    def __init__(self, request: Request, reader: TextReader) -> None:
+        self.request = request
+        self.reader = reader
+        self.totals = StepTotals()
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step) -> Piece:
         self.totals.add(step)
+        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
 
     def result(self) -> Result:
-        """What stands so far; a request that was cut off from outside counts as ended by length."""
-        self.reader.take(final=True)
-        slow = tuple(type(p).__name__ for p in self.request.processors)
+        """The answer so far; one that was broken off counts as ended by its length."""
         totals = self.totals
         stats = Stats(
-            totals.cycles, tuple(totals.accepted_lengths), totals.seconds, totals.prefill_seconds, slow, totals.emitted, totals.decisions
+            cycles=totals.cycles,
+            accepted_lengths=tuple(totals.accepted_lengths),
+            seconds=totals.seconds,
+            prefill_seconds=totals.prefill_seconds,
+            slow_processors=tuple(type(p).__name__ for p in self.request.processors),
+            tokens=totals.emitted,
+            decisions=dict(totals.decisions),
         )
         return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats)
 
 
-def _is_one(prompt: Any) -> bool:
-    """A string, a list of messages, or a list of ids; anything else is a list of prompts."""
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, Sequence):
-        raise InputError(f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}")
-    return all(isinstance(x, int) for x in prompt) or all(isinstance(x, Mapping) for x in prompt)
+def sampling_of(asked: Mapping[str, Any]) -> Sampling:
+    """The Sampling among the keywords of `generate`; OptionError for impossible values."""
+    return Sampling(**{f.name: plain_number(asked[f.name]) for f in fields(Sampling)})
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """As generate does: the generation config's ids, else the model's, else the tokenizer's."""
+    """Token ids that end an answer, as transformers finds them: generation config, else model config, else tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            listed = list(ids) if isinstance(ids, list | tuple) else [ids]
+            if not all(isinstance(token, int) for token in listed):
+                raise ModelError(f"eos_token_id must be a token id or a list of them, and it is {ids!r} in {type(source).__name__}")
+            return frozenset(listed)
     return frozenset()
 
 
 def _check_processor(processor: Processor) -> Processor:
     name = type(processor).__name__
     if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
-        raise InputError(f"{name} remembers what it saw, and on a tree it would see tokens that never come to be: decode without it")
+        raise InputError(f"{name} keeps a memory, and in a tree it would see tokens that are never emitted: decode without it")
     if isinstance(processor, type) or not callable(processor):
         raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")
     return processor

@@ -1,16 +1,16 @@
-"""Text in, text out: chat messages and prompts to token ids, token ids to text piece by piece, stop strings.
+"""Prompts and chat messages to token ids; token ids to text, piece by piece; stop strings.
 
-What it knows is one Hugging Face tokenizer. It knows no model, no vocabulary size of a model, no end-of-sequence rule and no length limit.
+This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no length limit.
 
-How the incremental detokenising stays exact. `tokenizer.decode` skips special tokens and hands the other tokens to a decoder that
-is one of two kinds. Each is followed by an engine that does a bounded amount of work for a token:
+Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other tokens to a decoder of one of two
+kinds. For each kind there is a class here that does a bounded amount of work for a token:
 
-    byte-level          tokens are bytes, the text is their UTF-8:  an incremental UTF-8 decoder holds at most three bytes back
-    piece by piece      a token's text depends on its neighbours only through (a) being the first, (b) being the last,
-                        (c) a run of byte tokens <0xE2><0x82><0xAC>, which is one text if all of it is UTF-8 and else one
-                        replacement character a byte: so nothing of a run is certain before the run ends
+    byte-level        tokens are bytes, the text is their UTF-8. An incremental UTF-8 decoder holds back at most three bytes.
+    piece by piece    a token's text depends on its neighbours in three ways only: it is the first; it is the last; or it
+                      belongs to a run of byte tokens <0xE2><0x82><0xAC>, which is one text if the whole run is UTF-8, and
+                      else one replacement character for each byte. So no text of a run is certain before the run ends.
 
-A tokenizer of neither kind (one written in Python, or with a decoder not known here) is decoded over a short window of tokens.
+Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short window of tokens.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["ROLES", "Detokeniser", "StopPiece", "StopStrings", "encode", "render"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles a message may have. Whether a chat template knows them all is for the template to say."""
+"""The roles that a message may have; a chat template may refuse some of them."""
+TEXT_PARTS = ("text", "input_text")  # types of OpenAI's content parts that hold text
 
 
 # --- text to ids ---------------------------------------------------------------------------------------------------------------------
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The ids of a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or none).
+    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or none).
 
-    Raises InputError when the prompt is no string, is empty, is not valid Unicode, or gives no token at all.
+    Raises:
+        InputError: the prompt is no string, is empty, is not valid Unicode, or gives no token.
     """
     if not isinstance(prompt, str):
         raise InputError(f"a prompt must be a string, this one is {_kind(prompt)}")
     if not prompt:
         raise InputError("the prompt is empty: give it at least one character")
     _check_unicode(prompt, "the prompt")
-    # verbose=False: whether a prompt is too long is said once, by the room that knows the model's context
+    # verbose=False: a prompt that is too long is reported once, by the engine, which knows the model's context
     ids: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:
         raise InputError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}: give it another one")
@@ -53,20 +55,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-    """The ids of a chat, through the tokenizer's own chat template.
+    """Tokenize a chat by the tokenizer's own chat template.
 
-    messages: dicts with "role" (one of ROLES) and "content" (a string); further keys are handed to the template as they are.
-    add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
-    Raises InputError when a message is malformed, when the tokenizer has no chat template, and with the template's own reason
-    when the template refuses the chat (a role that it does not know, turns that do not alternate).
+    Args:
+        messages: dicts with "role" (one of ROLES) and "content": a string, or OpenAI's list of content parts, whose texts are
+            joined by line breaks, as vLLM does. Further keys are handed to the template as they are.
+        add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
+
+    Raises:
+        InputError: a message is malformed, the tokenizer has no chat template, or the template refuses the chat (a role that it
+            does not know, turns that do not alternate); the message then holds the template's own reason.
     """
-    _check_messages(messages)
+    chat = _checked_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
-    chat = [dict(message) for message in messages]
     try:
         out: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True)
-    except Exception as error:  # a template is a program of somebody else's and may raise anything
+    except Exception as error:  # a template is a program that comes with the model; it may raise anything
         raise InputError(f"the chat template refuses these messages: {_reason(error)}") from error
     ids: list[int] = list(out["input_ids"])
     if not ids:
@@ -74,29 +79,51 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, A
     return ids
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as new dicts whose content is a string."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise InputError(f'messages must be a list of {{"role": ..., "content": ...}}, this is {_kind(messages)}')
     if not messages:
         raise InputError("the list of messages is empty: give at least one message")
+    checked = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             raise InputError(f'message {number} must be a dict with "role" and "content", it is {_kind(message)}')
         for key in ("role", "content"):
             if key not in message:
                 raise InputError(f'message {number} has no "{key}": every message needs "role" and "content"')
-            if not isinstance(message[key], str):
-                raise InputError(f'the "{key}" of message {number} must be a string, it is {_kind(message[key])}')
+        content = _content_text(message["content"], number)
+        for key, value in (("role", message["role"]), ("content", content)):
+            if not isinstance(value, str):
+                raise InputError(f'the "{key}" of message {number} must be a string, it is {_kind(value)}')
         if message["role"] not in ROLES:
             raise InputError(f"message {number} has the unknown role {message['role']!r}; {near(message['role'], ROLES)}")
-        _check_unicode(message["content"], f"the content of message {number}")
+        _check_unicode(content, f"the content of message {number}")
+        checked.append({**message, "content": content})
+    return checked
 
 
-def _check_unicode(text: str, what: str) -> None:
+def _content_text(content: Any, number: int) -> Any:
+    """The text of OpenAI's content parts; anything else as it is. Parts that hold no text are refused."""
+    if not isinstance(content, list | tuple):
+        return content
+    if not content:
+        raise InputError(f"the content of message {number} is empty")
+    for place, part in enumerate(content, start=1):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in TEXT_PARTS:
+            named = f"of type {kind!r}" if kind else f"{_kind(part)} without a type"
+            raise InputError(f'part {place} of message {number} is {named}: eyas reads text only, {{"type": "text", "text": ...}}')
+        if not isinstance(part.get("text"), str):
+            raise InputError(f'part {place} of message {number} has no "text" that is a string')
+    return "\n".join(part["text"] for part in content)
+
+
+def _check_unicode(text: str, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"{what} is not valid Unicode: half a surrogate pair at character {error.start}") from None
+        raise InputError(f"{name} is not valid Unicode: half a surrogate pair at character {error.start}") from None
 
 
 def _kind(value: object) -> str:
@@ -104,7 +131,7 @@ def _kind(value: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an exception says; its type where it says nothing."""
+    """The first line of an exception's message; its type where the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -113,12 +140,12 @@ def _reason(error: Exception) -> str:
 
 
 class Detokeniser:
-    """Token ids to text, token by token.
+    """Turns token ids into text, token by token.
 
-    After any ids, the pieces that `feed` returned and then `tail()` are together exactly
-    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`; what `feed` returned is never taken back.
-    Ids that the tokenizer does not have (a padded vocabulary) have no text, as in `decode`.
-    A tokenizer outside the two kinds named at the top of this file is exact only as far as its decoding is local.
+    After any ids, the texts that `feed` returned and `tail()` together are exactly
+    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. Text that `feed` returned never
+    changes. Ids that the tokenizer does not have (a padded vocabulary) have no text, as in `decode`. For a tokenizer outside
+    the two kinds named at the top of this file this holds as far as its decoding is local.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -126,7 +153,7 @@ class Detokeniser:
         self._ended = False
 
     def feed(self, token_id: int) -> str:
-        """The text that has become certain with this token: often the token's own, sometimes none, sometimes held-back text too."""
+        """Read a token; returns the text that is certain now: the token's own, none, or held-back text with it."""
         assert not self._ended, "fed after flush"
         return self._engine.feed(token_id)
 
@@ -135,7 +162,7 @@ class Detokeniser:
         return "" if self._ended else self._engine.tail()
 
     def flush(self) -> str:
-        """The text that was held back. No token may follow."""
+        """Return the text that is held back, and end: no token may follow."""
         text = self.tail()
         self._ended = True
         return text
@@ -147,7 +174,7 @@ class _Engine(Protocol):
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
-    """The engine for this tokenizer's decoder: byte-level, piece by piece, or the window for everything else."""
+    """The class for this tokenizer's decoder: byte-level, piece by piece, or the window for other decoders."""
     steps = _decoder_steps(tokenizer)
     if steps is None:
         return _Window(tokenizer)
@@ -166,7 +193,7 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
 
 
 def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
-    """The decoder of a tokenizer of the `tokenizers` library as a flat list of its steps; None where something else decodes."""
+    """The steps of a `tokenizers` decoder as a flat list; None where other code decodes."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -191,9 +218,10 @@ def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(steps: list[dict[str, Any]]) -> bool:
-    """Whether a token's text depends on its neighbours only in the three ways that `_Pieces` knows.
+    """True where a token's text depends on its neighbours only in the three ways that `_Pieces` handles.
 
-    Before Fuse the steps see tokens, after it one long token: there only what works on single characters, or on the beginning, is local.
+    Before Fuse the steps see tokens. After it they see one long token, where only steps on single characters or on the
+    beginning are local.
     """
     fused = False
     for step in steps:
@@ -212,7 +240,7 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: the printable Latin-1 characters stand for themselves, the other bytes for U+0100 and on."""
+    """The alphabet of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and on for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -222,7 +250,7 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class _Bytes:
-    """Byte-level BPE: every token is bytes, the text is their UTF-8 with U+FFFD for what is none."""
+    """Byte-level BPE: every token is bytes; the text is their UTF-8, with U+FFFD for invalid bytes."""
 
     def __init__(self, piece_of: Callable[[int], str | None]) -> None:
         self._piece_of = piece_of
@@ -244,14 +272,14 @@ class _Bytes:
 
 
 class _Pieces:
-    """Decoders whose output is the tokens' own texts in a row: SentencePiece with or without byte tokens, WordPiece, </w> BPE, none.
+    """Decoders that join the tokens' own texts: SentencePiece with or without byte tokens, WordPiece, </w> BPE, none.
 
-    The tokenizer's decoder is asked, over one *group* of tokens between two anchors that stand for the rest of the text:
+    The tokenizer's decoder reads one *group* of tokens between two anchors, which stand for the rest of the text:
 
-        [anchor] group [anchor]     how the group reads with more to come        (no left anchor for the first group)
-        [anchor] group              how it reads if the text ends here           what both have in common is certain
+        [anchor] group [anchor]     the group's text with more to come        (no left anchor for the first group)
+        [anchor] group              its text if nothing follows               certain is what both begin with
 
-    A group is one token, or a run of byte tokens, or at the very beginning the tokens up to the first that shows any text: a
+    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up to the first that has text: a
     decoder strips leading spaces from the text, not from a token.
     """
 
@@ -262,7 +290,7 @@ class _Pieces:
         self._decode = decode
         self._left: list[str] = []  # the anchor, once a first group is closed
         self._group: list[str] = []
-        self._sent = 0  # characters of the group that are already out
+        self._sent = 0  # characters of the group that were returned
         self._begin = len(decode([self._ANCHOR]))
         self._end = len(decode([self._ANCHOR, self._ANCHOR])) - self._begin
 
@@ -299,7 +327,7 @@ class _Pieces:
 
 
 def _common(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+    """The number of characters that two texts begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -308,23 +336,26 @@ def _is_byte_token(piece: str) -> bool:
 
 
 class _Window:
-    """Any other tokenizer: decode the tokens of a piece after those of the piece before. Exact where text depends on no more than that."""
+    """Any other tokenizer: the tokens of a piece are decoded behind those of the piece before.
 
-    _MOST = 8  # tokens: a character has at most 4 bytes, and a token at least one of them; then as much again
+    Exact where a token's text depends on no earlier tokens than these.
+    """
+
+    _MOST = 8  # tokens: a character has at most 4 bytes and a token at least one of them; twice that, to be safe
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._before: list[int] = []  # the tokens of the last piece: they have text and begin with a whole character
         self._held: list[int] = []
-        self._waits = 0  # tokens for which text was held back
+        self._waits = 0  # tokens since text is held back
 
     def feed(self, token_id: int) -> str:
         self._held.append(token_id)
         text = self.tail()
-        if not text:  # special tokens, or a leading space that is not shown
+        if not text:  # special tokens, or a leading space that is stripped
             self._held = self._held[-self._MOST :]
             return ""
-        if text.endswith("\ufffd") and self._waits < self._MOST:  # the beginning of a character, perhaps
+        if text.endswith("\ufffd") and self._waits < self._MOST:  # perhaps the beginning of a character
             self._waits += 1
             return ""
         self._before, self._held, self._waits = self._held, [], 0
@@ -345,26 +376,26 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StopPiece:
-    """What one token added. Filled by StopStrings.feed."""
+    """The text that one token adds. Made by StopStrings.feed."""
 
-    text: str
-    """Text to show: certain, and neither a stop string nor the beginning of one."""
-    hit: str | None
-    """The stop string that this token completed; None as long as there is none."""
+    text: str  # certain, and neither a stop string nor the beginning of one
+    hit: str | None  # the stop string that this token completes; None: no stop string
 
 
 class StopStrings:
-    """Token ids to text that ends where a stop string begins.
+    """Turns token ids into text that ends where a stop string begins.
 
     A token hits when the text of all tokens up to it contains a stop string for the first time. If it completes several, the one
-    counts whose last character comes first, and of those that end together the longest: what a reader of single characters would
-    have seen first. The text ends before that stop string; the ids end with the token. Without stops it is a Detokeniser.
+    counts that ends first, and of those that end together the longest: the one that a reader of single characters sees first.
+    The text ends before that stop string; the ids end with the token. Without stop strings it is a Detokeniser.
 
-        stops ["END", "."]    tokens "It was E" | "ND of" | " may." -> shown "It was ", then "", hit "END" at the second token
+        stops ["END", "."]    tokens "It was E" | "ND of" | " may." -> text "It was ", then "", hit "END" at the second token
 
-    Text is held back only as long as it may still become a stop string. With stops, an open run of byte tokens is looked through
+    Text is held back only as long as it may still become a stop string. With stop strings, an open run of byte tokens is searched
     again at each of its tokens; all other work for a token is bounded by the token and the stop strings.
-    Raises InputError when a stop is no string or is empty.
+
+    Raises:
+        InputError: a stop string is no string or is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] | str | None = None) -> None:
@@ -375,33 +406,37 @@ class StopStrings:
         self._ended = False
 
     def feed(self, token_id: int) -> StopPiece:
-        """The text that this token adds, and the stop string that it completes. After a hit no token may follow."""
+        """Read a token: the text that it adds and the stop string that it completes. After a hit no token may follow."""
         assert not self._ended, "fed after a stop string or flush"
         text = self._held + self._detokeniser.feed(token_id)
         if not self._stops:
             return StopPiece(text, None)
-        found = self._find(text + self._detokeniser.tail())
-        if found is not None:
+        hit = self._find(text + self._detokeniser.tail())
+        if hit is not None:
             self._ended, self._held = True, ""
-            begin, stop = found
+            begin, stop = hit
             return StopPiece((text + self._detokeniser.flush())[:begin], stop)
         keep = self._begun(text)
         self._held = text[len(text) - keep :]
         return StopPiece(text[: len(text) - keep], None)
 
+    def tail(self) -> str:
+        """The text that is held back, as it reads if no token follows; none after a hit. Changes nothing."""
+        return "" if self._ended else self._held + self._detokeniser.tail()
+
     def flush(self) -> str:
-        """The text that was held back; none after a hit. No token may follow."""
+        """Return the text that is held back (none after a hit), and end: no token may follow."""
         text = "" if self._ended else self._held + self._detokeniser.flush()
         self._ended, self._held = True, ""
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string that is completed first begins, and which it is."""
+        """(index at which it begins, stop string) of the stop string that is completed first."""
         places = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
         return min(places)[1:] if places else None
 
     def _begun(self, text: str) -> int:
-        """How many of the last characters are the beginning of a stop string."""
+        """The number of last characters that are the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - length :]
             if any(stop.startswith(end) for stop in self._stops):
@@ -414,7 +449,7 @@ def _checked_stops(stops: Sequence[str] | str | None) -> tuple[str, ...]:
         return ()
     listed = (stops,) if isinstance(stops, str) else stops
     if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
-        raise InputError(f"stop strings must be a list of strings, this is {_kind(stops)}")
+        raise InputError(f"stop must be a string or a list of strings, it is {_kind(stops)}")
     for number, stop in enumerate(listed, start=1):
         if not isinstance(stop, str):
             raise InputError(f"stop string {number} must be a string, it is {_kind(stop)}")

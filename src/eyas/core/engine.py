@@ -27,7 +27,7 @@ from eyas.core.tree import Draft, Tree, Verdict
 from eyas.core.verify import verify
 from eyas.drafters import CycleInput, Decision, Drafter, DraftSession
 from eyas.drafters._merge import method_name
-from eyas.errors import InputError, ModelError
+from eyas.errors import InputError
 from eyas.runners.recording import BUCKET, Cycle, Replay, StageTimer
 
 __all__ = ["Decision", "Decoder", "Policy", "Processor", "Request", "StageTimer", "Step", "Verify", "Watch"]
@@ -378,10 +378,7 @@ class Decoder:
 
     def _check_nan(self, bad: bool, tokens: Sequence[int]) -> None:
         if bad:
-            where = self.model.first_bad_layer(tokens)
-            raise ModelError(
-                f"the target's logits are NaN ({where}): its weights or dtype ({self.model.dtype}) are broken; try --dtype float32"
-            )
+            raise self.model.nan_error(tokens)
 
 
 def _prefixes(tokens: list[int], draft: Draft, b: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from eyas.errors import OptionError
 __all__ = ["GumbelNoise", "Sampling", "apply_sampling", "probs"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sampling:
     """How one request draws its tokens. OptionError for impossible values.
 
@@ -60,6 +60,10 @@ class Sampling:
             f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}",
         )
         require(_whole(self.seed) and 0 <= self.seed < 2**63, f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
+
+    def __repr__(self) -> str:
+        changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Sampling({', '.join(changed)})"
 
     @property
     def greedy(self) -> bool:

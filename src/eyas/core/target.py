@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
+from eyas.core.pretrained import read_model
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.errors import FitError, ModelError, OptionError
+from eyas.errors import EyasError, FitError, ModelError, OptionError
 from eyas.kernels import EXACT, ThreadCount, WeightFormat
 from eyas.nn import Backend
 
@@ -128,21 +128,14 @@ class Target:
         `role`: what errors call it.
         """
         place = torch.device(pick_device(device))
-        kind = pick_dtype(dtype, place)
+        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=kind, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{role} {str(path)!r} cannot be loaded: {reason[:300]}") from error
-        model, found = loaded
-        absent = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
-        if absent:
-            names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-            raise ModelError(f"{role} {str(path)!r} lacks tensors, or has them in another shape: {names}")
-        model.to(place)
-        return cls(model, str(path))
+            return cls(model.to(place), str(path))
+        except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's own code, with the values of a configuration that may be broken
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
 
     def _probe(self) -> tuple[Layout, int, bool]:
         """Two tokens through the model: what each layer stores, V, and whether our head gives the model's own logits."""
@@ -243,6 +236,11 @@ class Target:
                 hook.remove()
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"
+
+    def nan_error(self, ids: Sequence[int]) -> ModelError:
+        """The error for NaN logits of this sequence: it says where NaN appears first."""
+        where = self.first_bad_layer(ids)
+        return ModelError(f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32")
 
     def run_with(self, runner: Runner) -> Target:
         """The same target, its forwards run by `runner`."""

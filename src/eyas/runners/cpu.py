@@ -217,6 +217,8 @@ class CpuRunner:
             session = target.run_with(run).open(1, feature_layers)
             session.prefill(0, ids[0, :count].tolist())
             found.append(session.forward(ids[:, count:], tree))
+        if torch.isnan(found[0].logits_BNV).any():
+            raise target.nan_error(ids[0].tolist())
         for own, ours in ((found[0].logits_BNV, found[1].logits_BNV), (found[0].features_BNF, found[1].features_BNF)):
             if not bool((own - ours).abs().max() <= CLOSE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})")

@@ -1,0 +1,303 @@
+"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values.
+
+Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts, numpy numbers, one value
+where a list is expected, and names of transformers and OpenAI that mean exactly the same here. Everything else is an EyasError
+of one line that says what to write instead. This module knows no model, no tokenizer and no decoding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from eyas.core.engine import Processor
+from eyas.core.sampling import Sampling
+from eyas.errors import InputError, OptionError, near
+
+__all__ = [
+    "GenerateKeywords",
+    "Messages",
+    "Prompt",
+    "as_processors",
+    "as_prompts",
+    "device_name",
+    "dtype_name",
+    "generate_keywords",
+    "load_keywords",
+    "on_or_off",
+    "plain_number",
+    "whole_number",
+    "with_generate_keywords",
+]
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """Keyword parameters that `generate`, `stream`, `chat` and `send` share. `LLM.generate` explains them."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    logits_processor: Processor | Iterable[Processor] | None
+    ignore_eos: bool
+    raw: bool
+
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(GenerateKeywords.__annotations__),
+    **{field.name: field.default for field in fields(Sampling)},
+    "ignore_eos": False,
+    "raw": False,
+}
+
+# Keywords of other libraries that mean the same as one of ours.
+SYNONYMS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop"}
+# Keywords of transformers' generate that change nothing here when they have one of these values.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "num_return_sequences": (None, 1),
+    "n": (None, 1),
+    "num_beams": (None, 1),
+    "use_cache": (None, True),
+    "return_dict_in_generate": (None, False),
+}
+INSTEAD = {
+    "num_return_sequences": "call generate once for each answer, each time with another seed",
+    "n": "call generate once for each answer, each time with another seed",
+    "num_beams": "eyas decodes greedily or samples, without beams",
+    "use_cache": "eyas always keeps keys and values",
+    "return_dict_in_generate": "generate returns a Result with text, token_ids and stats",
+    "streamer": "iterate over llm.stream(prompt)",
+    "generation_config": "write its values as keywords, for example temperature=0.7",
+    "stopping_criteria": "write stop=[...] for strings, or break out of llm.stream",
+    "eos_token_id": "the model's own ids end an answer; ignore_eos=True goes on past them",
+    "input_ids": "give it as the prompt: generate(input_ids)",
+    "attention_mask": "give the tokenizer's whole output as the prompt: generate(tokenizer(text))",
+}
+LOADED_ELSEWHERE = (
+    "attn_implementation",
+    "cache_dir",
+    "load_in_4bit",
+    "load_in_8bit",
+    "local_files_only",
+    "max_memory",
+    "quantization_config",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------------------------
+
+
+def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
+    """(prompts, whether a single one was given).
+
+    A string, a list of messages and a list of token ids are single prompts; a list of those, and a tensor [B, T], are several.
+    Tensors, arrays and the output of a tokenizer become lists; what its attention mask hides is left out.
+
+    Raises:
+        InputError: something else.
+    """
+    prompt = _as_lists(prompt)
+    if isinstance(prompt, str):
+        return [prompt], True
+    if isinstance(prompt, Mapping):
+        raise InputError('messages come in a list: [{"role": "user", "content": ...}]')
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InputError(f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    if not prompt:
+        return [], False
+    if all(isinstance(x, Mapping) and "input_ids" not in x for x in prompt):
+        return [list(prompt)], True
+    if (ids := _token_ids(prompt)) is not None:
+        return [ids], True
+    if wrong := next((x for x in prompt if isinstance(x, float)), None):
+        raise InputError(f"token ids are whole numbers, got {wrong}")
+    prompts = list[Prompt]()
+    for item in prompt:
+        inner, single = as_prompts(item)
+        if not single and len(inner) != 1:
+            raise InputError("the prompt is empty: give at least one token" if not inner else "a list of prompts holds no further lists")
+        prompts += inner
+    return prompts, False
+
+
+def _as_lists(prompt: Any) -> Any:
+    """Tensors, arrays and tokenizer output as (nested) lists of numbers; anything else as it is."""
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        ids, mask = _as_lists(prompt["input_ids"]), _as_lists(prompt.get("attention_mask"))
+        if not mask or not isinstance(ids, Sequence):
+            return ids
+        if isinstance(mask[0], Sequence):
+            return [_visible(row, row_mask) for row, row_mask in zip(ids, mask, strict=True)]
+        return _visible(ids, mask)
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def _visible(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
+    return [token for token, shown in zip(ids, mask, strict=True) if shown]
+
+
+def _token_ids(items: Sequence[Any]) -> tuple[int, ...] | None:
+    """The items as ints, where all of them are whole numbers (of numpy and torch, too)."""
+    ids = [plain_number(item) for item in items]
+    return tuple(map(int, ids)) if all(_is_whole(token) for token in ids) else None
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy or torch as Python's own; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# --- generate --------------------------------------------------------------------------------------------------------------------------
+
+
+def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keywords of `LLM.generate`, all of them, with the defaults where nothing else is given.
+
+    `max_length`, which counts the prompt too, stays among them where it is given.
+
+    Raises:
+        OptionError: a value that cannot be, or a keyword of another library that has no equal here.
+        InputError: an unknown keyword.
+    """
+    keywords = {name: value for name, value in given.items() if value is not None or name not in DEFAULTS}
+    for name, ours in SYNONYMS.items():
+        if name in keywords:
+            value = keywords.pop(name)
+            if ours in keywords:
+                raise OptionError(f"{name} is called {ours} here: write only one of them")
+            keywords[ours] = value
+    for name in [name for name in keywords if name in INSTEAD]:
+        value = keywords.pop(name)
+        if value not in WITHOUT_EFFECT.get(name, (None,)):
+            raise OptionError(f"{name} is no keyword of eyas: {INSTEAD[name]}")
+    keywords.pop("pad_token_id", None)  # nothing is padded
+    sample = keywords.pop("do_sample", None)
+    unknown = keywords.keys() - DEFAULTS.keys() - {"max_length"}
+    if unknown:
+        name = min(unknown)
+        raise InputError(f"unknown sampling parameter {name!r}; {near(name, DEFAULTS)}")
+    merged = DEFAULTS | dict(defaults or {}) | keywords
+    if merged["max_new_tokens"] is not None:
+        merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
+    return merged | _temperature(sample, keywords.get("temperature"), merged["temperature"])
+
+
+def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
+    """What `do_sample` says about the temperature: False is temperature 0; True needs one."""
+    if sample is None:
+        return {}
+    if not isinstance(sample, bool):
+        raise OptionError(f"do_sample must be True or False, got {sample!r}; a temperature above 0 samples")
+    if sample and not temperature:
+        raise OptionError("do_sample=True needs a temperature above 0: write temperature=1.0")
+    if not sample and given:
+        raise OptionError(f"do_sample=False contradicts temperature={given!r}: leave one of them out")
+    return {} if sample else {"temperature": 0.0}
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """A whole number of at least `least`; OptionError otherwise."""
+    number = plain_number(value)
+    if not _is_whole(number) or number < least:
+        raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
+    return int(number)
+
+
+def as_processors(given: Any) -> list[Any]:
+    """Logits processors as a list: none, a single one, or several."""
+    if given is None:
+        return []
+    if isinstance(given, Iterable) and not isinstance(given, str | type):
+        return list(given)
+    return [given]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_generate_keywords(function: F) -> F:
+    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their defaults, instead of `**keywords`."""
+    signature, types = inspect.signature(function), GenerateKeywords.__annotations__
+    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = [name for name in DEFAULTS if name not in signature.parameters]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=types[name].__forward_arg__)
+        for name in names
+    ]
+    function.__signature__ = signature.replace(parameters=[*kept, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+# --- load ------------------------------------------------------------------------------------------------------------------------------
+
+
+def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
+    """(options of the method, dtype, device) after the names that transformers uses.
+
+    Raises:
+        OptionError: a keyword of transformers that has no equal here.
+    """
+    options = dict(options)
+    if "torch_dtype" in options:
+        if dtype not in ("auto", None):
+            raise OptionError("torch_dtype is called dtype here: write only one of them")
+        dtype = options.pop("torch_dtype")
+    if "device_map" in options:
+        if device not in ("auto", None):
+            raise OptionError("device_map and device say the same: write device only")
+        device = _single_device(options.pop("device_map"))
+    for name in LOADED_ELSEWHERE:
+        if name in options:
+            raise OptionError(f"{name} belongs to transformers: load the model with it and give eyas.load the model")
+    return options, dtype_name(dtype), device_name(device)
+
+
+def _single_device(device_map: Any) -> Any:
+    """The device of a device_map that puts the whole model there."""
+    if isinstance(device_map, Mapping) and list(device_map) == [""]:
+        device_map = device_map[""]
+    if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise OptionError('device_map may spread a model over devices, and eyas keeps it whole on one: write device="auto" or "cuda:0"')
+    return device_map
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype; None is "auto"."""
+    if dtype is None:
+        return "auto"
+    if not isinstance(dtype, str | torch.dtype):
+        raise OptionError(f"dtype must be a name such as 'float32' or a torch dtype, got {dtype!r}")
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: Any) -> str:
+    """The name of a device; None is "auto", a number is that of a GPU."""
+    if device is None:
+        return "auto"
+    if not isinstance(device, str | torch.device) and not _is_whole(device):
+        raise OptionError(f"device must be a name such as 'cpu' or 'cuda:0', got {device!r}")
+    return f"cuda:{device}" if _is_whole(device) else str(device)
+
+
+def on_or_off(value: Any) -> Any:
+    """True and False as "on" and "off"; None as "auto"."""
+    return {True: "on", False: "off", None: "auto"}.get(value, value) if value is None or isinstance(value, bool) else value

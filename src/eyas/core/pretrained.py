@@ -1,0 +1,235 @@
+"""Read a Hugging Face model and its tokenizer, from a folder or from the hub.
+
+A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of them becomes a ModelError
+of one line, which names the broken file where one is found. This module knows files and transformers' Auto classes; it knows
+no tree, no cache and no method.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from eyas.errors import ModelError
+
+__all__ = ["check_config", "read_model", "read_tokenizer"]
+
+REASON_LENGTH = 240  # characters of a library's message that are shown
+MODEL_JSON = ("config.json", "generation_config.json", "*.index.json")
+TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+
+
+def read_model(
+    source: str | Path, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, role: str = "target"
+) -> PreTrainedModel:
+    """Load a causal language model in eval mode, on the CPU.
+
+    Args:
+        source: local folder or hub id.
+        dtype: a torch dtype, or "auto" for the checkpoint's own.
+        role: how messages call the model: "target", "draft model".
+
+    Raises:
+        ModelError: the model cannot be loaded or tensors are missing; the message names the file where one is broken.
+    """
+    check_config(source, trust_remote_code, role)
+    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    model: PreTrainedModel = loaded[0]
+    info = loaded[1]
+    if absent := sorted(info["missing_keys"]):
+        raise ModelError(f"{role} {str(source)!r} lacks tensors: {_first_of(absent)}")
+    if mismatched := sorted(f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]):
+        raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
+    return model
+
+
+def check_config(source: str | Path, trust_remote_code: bool = False, role: str = "target") -> None:
+    """Read a model's configuration before anything large is read.
+
+    Raises:
+        ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses the configuration.
+    """
+    _check_path(source, role)
+    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
+        AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    folder = _folder(source)
+    if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):  # transformers ignores it
+        raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
+
+
+def read_tokenizer(source: str | Path, trust_remote_code: bool = False, required: bool = False) -> PreTrainedTokenizerBase | None:
+    """Load a tokenizer; None where there are no files of one, or where it knows no token.
+
+    Args:
+        source: local folder or hub id.
+        required: raise instead of returning None.
+
+    Raises:
+        ModelError: the files of a tokenizer are there and it cannot be loaded.
+    """
+    folder = _folder(source)
+    if folder is not None and not _has_tokenizer(folder):
+        if required:
+            raise _no_tokenizer(source)
+        return None
+    try:
+        with _one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, _tokenizer_faults):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+            empty = len(tokenizer) == 0
+    except ModelError:
+        folder = _folder(source)
+        if required or (folder is not None and _has_tokenizer(folder)):
+            raise
+        return None
+    if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
+        raise ModelError(f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json")
+    if empty and required:
+        raise _no_tokenizer(source)
+    return None if empty else tokenizer
+
+
+def _no_tokenizer(source: str | Path) -> ModelError:
+    return ModelError(f"there is no tokenizer in {str(source)!r}: name the folder or hub id of one")
+
+
+def _check_path(source: str | Path, role: str) -> None:
+    """ModelError for a name that can be neither a model's folder nor a hub id."""
+    path, name = Path(source), str(source)
+    if path.is_file():
+        raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout")
+    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name):
+        raise ModelError(f"{role} {name!r} does not exist")
+
+
+def _folder(source: str | Path) -> Path | None:
+    """The folder with the files of a local path or of a hub id that is in the cache; None where nothing is there."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        cached = try_to_load_from_cache(str(source), "config.json")
+    except ValueError:  # no hub id
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
+
+
+# --- why it cannot be loaded -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_line_errors(beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = "") -> Iterator[None]:
+    """Turn what a library raises into a ModelError: the first broken file, or else the library's message on one line.
+
+    Args:
+        beginning: how the message begins.
+        faults: finds what is wrong with the files of a folder.
+        place: where the fault lies if no file is broken.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the libraries raise whatever a broken file leads them to
+        folder = _folder(source)
+        fault = None if folder is None else next(faults(folder), None)
+        raise ModelError(f"{beginning}: {fault or place + _message(error)}") from error
+
+
+def _message(error: Exception) -> str:
+    """An exception's message on one line; with its type where the message alone says little."""
+    message = " ".join(str(error).split())
+    if type(error).__name__.startswith("StrictDataclass"):  # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
+        return message[max(0, message.find("Field ")) :].partition(". Errors:")[0][:REASON_LENGTH]
+    if len(message) > REASON_LENGTH:
+        message = f"{message[:REASON_LENGTH].rstrip()} ..."
+    return message if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
+
+
+def _first_of(names: list[str], shown: int = 5) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _config_faults(folder: Path) -> Iterator[str]:
+    yield from _json_faults(folder, ("config.json",))
+
+
+def _model_faults(folder: Path) -> Iterator[str]:
+    yield from _json_faults(folder, MODEL_JSON)
+    for path in sorted(folder.glob("*.index.json")):
+        if not isinstance(json.loads(path.read_text("utf-8")).get("weight_map"), dict):
+            yield f'{path.name} has no "weight_map" from tensor names to files'
+    tensors = sorted(folder.glob("*.safetensors"))
+    yield from _tensor_faults(tensors)
+    if not tensors:
+        yield from _pickle_faults(sorted(folder.glob("*.bin")))
+
+
+def _tokenizer_faults(folder: Path) -> Iterator[str]:
+    yield from _json_faults(folder, TOKENIZER_JSON)
+    for path in sorted(folder.glob("*.jinja")):
+        try:
+            path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            yield f"{path.name} is no text in UTF-8 ({error})"
+
+
+def _json_faults(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
+    """Files that do not hold one JSON object."""
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = "its brackets are nested too deeply" if isinstance(error, RecursionError) else error
+            yield f"{path.name} is no valid JSON ({reason}): fetch or write it again"
+            continue
+        if not isinstance(content, dict):
+            yield f"{path.name} holds {type(content).__name__} {str(content)[:20]!r} where a JSON object is expected"
+
+
+def _tensor_faults(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                tensors.keys()
+        except (OSError, SafetensorError) as error:
+            yield f"{path.name} is broken or cut off ({error}): fetch or write it again"
+
+
+def _pickle_faults(paths: list[Path]) -> Iterator[str]:
+    """Pickled weights that hold anything but tensors by name; nothing in them is run."""
+    for path in paths:
+        try:
+            content = torch.load(path, map_location="meta", weights_only=True)
+        except pickle.UnpicklingError:
+            yield (
+                f"{path.name} is a pickle that holds more than tensors and could run code, so it is not read (weights_only); "
+                "convert it to safetensors where you trust it"
+            )
+        except Exception as error:
+            yield f"{path.name} is broken or cut off ({' '.join(str(error).split())[: REASON_LENGTH // 2]}): fetch or write it again"
+        else:
+            if not isinstance(content, dict):
+                yield f"{path.name} holds a {type(content).__name__} where tensors by name are expected"

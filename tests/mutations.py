@@ -398,7 +398,7 @@ MUTATIONS = (
             "core.verify:_judge_block",
             "torch.where(PASSED, DEPTH, END)",
             "torch.where(PASSED & (END == 0), DEPTH, END)",
-            "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
+            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
         ),
         words=LAW,
     ),
@@ -414,6 +414,15 @@ MUTATIONS = (
         rewrite("core.verify:_judge_block", "(POSITION + END + 1)[:, None]", "(POSITION + 1)[:, None]"),
     ),
     mutation(
+        "a block's uniform numbers by absolute position",
+        ("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)),
+        rewrite(
+            "core.verify:_judge_block",
+            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
+            "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
+        ),
+    ),
+    mutation(
         "a block goes on behind what is no candidate",
         ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
         rewrite("core.verify:_judge_block", "HERE & TREE.candidate_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
@@ -421,7 +430,7 @@ MUTATIONS = (
     mutation(
         "one uniform number for a whole block",
         BLOCK,
-        rewrite("core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)", "NOISE.accepts(CHANCE, POSITION + 1, 0)"),
+        rewrite("core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)", "NOISE.accepts(CHANCE, POSITION, 1, 3)"),
         words=LAW,
     ),
     mutation(
@@ -440,9 +449,9 @@ MUTATIONS = (
         "q drawn and stated without the row's temperature",
         ORDER,
         rewrite(
-            "drafters._grow:_processed",
-            "apply_sampling(LOGITS, SAMPLING, SEEN)",
-            "apply_sampling(LOGITS * (SAMPLING.temperature or 1), SAMPLING, SEEN)",
+            "drafters._grow:grow_static",
+            "apply_sampling_rows(LOGITS, SAMPLING, SEEN)",
+            "apply_sampling_rows(LOGITS * (SAMPLING[0].temperature or 1), SAMPLING, SEEN)",
         ),
         words="tokens are not those drawn from q, in order",
     ),

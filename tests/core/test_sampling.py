@@ -182,7 +182,7 @@ def test_possible_values_are_taken() -> None:
 
 # --- noise ---------------------------------------------------------------------------------------------------------------------------
 
-STREAMS = (GumbelNoise.TARGET, GumbelNoise.ACCEPT, GumbelNoise.DRAFT)
+STREAMS = (GumbelNoise.TARGET, GumbelNoise.ACCEPT, GumbelNoise.DRAFT, GumbelNoise.BLOCK, GumbelNoise.SEARCH)
 WORD = 2**64 - 1
 
 
@@ -234,10 +234,10 @@ def test_noise_depends_on_nothing_else() -> None:
 
 
 def test_noise_differs_by_seed_position_token_and_stream() -> None:
-    """Guards each part of the key: 3 streams x 40 seeds x 40 positions x 25 tokens, all different. A 52-bit collision: odds 2e-6."""
+    """Guards each part of the key: 5 streams x 40 seeds x 40 positions x 25 tokens, all different. A 52-bit collision: odds 5e-6."""
     noise, position_BN = noise_of(*range(40)), torch.arange(40).expand(40, 40)
     values = torch.stack([noise._uniform(stream, position_BN, torch.arange(25)) for stream in STREAMS])
-    assert len(values.flatten().unique()) == values.numel() == 120_000
+    assert len(values.flatten().unique()) == values.numel() == 200_000
 
 
 def test_greedy_rows_have_no_noise() -> None:

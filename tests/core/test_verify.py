@@ -194,8 +194,10 @@ class Script(GumbelNoise):
     def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> None:
         """The kernels' draws know the hash's noise only; tests/test_kernels.py holds them to it."""
 
-    def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
+    def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
         assert self.answer_BC is not None
+        if stream == GumbelNoise.BLOCK:  # keyed by the root and the length of the prefix
+            position_B, sibling = position_B + sibling, 0
         depth_B = position_B - self.root_B - 1
         assert ((depth_B >= 0) & (depth_B <= self.depth)).all(), "an accept test at a position that is not the tree's"
         key_B1 = (depth_B * self.siblings + sibling)[:, None]
@@ -562,7 +564,7 @@ def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: 
     end = len(tokens) - 1
     while end:
         mass = left_NV[end].sum()
-        if noise.accepts((mass / (mass + 1 - weights[end]))[None], torch.tensor([root + end]), 0)[0]:
+        if noise.accepts((mass / (mass + 1 - weights[end]))[None], torch.tensor([root]), end, noise.BLOCK)[0]:
             break
         end -= 1
     return end, int((left_NV[end].log() + noise.gumbel(torch.tensor([[root + end + 1]]), p_NV.shape[1])[0, 0].double()).argmax())

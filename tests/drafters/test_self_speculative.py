@@ -12,7 +12,7 @@ import zoo
 from eyas.api import load
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
-from eyas.core.sampling import Sampling
+from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters import _skip, self_speculative
 from eyas.drafters._skip import Found, format_parts, own_text, parse_parts, search, without
@@ -101,12 +101,17 @@ def test_the_search_finds_them() -> None:
 
 
 def test_the_target_s_own_text() -> None:
-    """Guards what is searched with: rows differ, and are what plain sampling draws."""
+    """Guards the text of the search: rows differ, are drawn from the target, and with numbers that no request reads."""
     target = idle()
-    text = own_text(target, 3, 12, seed=4)
-    assert len({tuple(row) for row in text.tolist()}) == 3
-    for row, seed in zip(text.tolist(), (4, 5, 6), strict=True):
-        assert row[1:] == plain_decode(target.model, Request((row[0],), 11, Sampling(1.0, seed=seed)))
+    text_RT = own_text(target, 3, 12, seed=4)
+    assert len({tuple(row) for row in text_RT.tolist()}) == 3
+    noise = GumbelNoise.of([Sampling(1.0, seed=seed) for seed in (4, 5, 6)])
+    noise_RTV = noise.gumbel(torch.arange(1, 12).expand(3, -1), target.vocab_size, GumbelNoise.SEARCH)
+    with torch.no_grad():
+        log_p_RTV = target.model(text_RT[:, :-1]).logits.log_softmax(-1)
+    assert torch.equal(text_RT[:, 1:], (log_p_RTV + noise_RTV).argmax(-1))
+    for row, seed in zip(text_RT.tolist(), (4, 5, 6), strict=True):
+        assert row[1:] != plain_decode(target.model, Request((row[0],), 11, Sampling(1.0, seed=seed)))
 
 
 def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

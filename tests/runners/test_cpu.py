@@ -282,3 +282,15 @@ def test_the_model_stays_as_it_was() -> None:
     assert torch.equal(own(x).logits, said)
     assert before.keys() == own.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+@pytest.mark.parametrize("skip", ["0m", "2m", "0a", "1a,2m", "0", "exit:2"])
+def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
+    """Guards self-speculation on a target that runs by kernels: a view whose layer has no MLP once ended in an AttributeError, also where
+    `--skip auto` had chosen it. Views of whole layers run by kernels, others by the model's own forward; the text is plain decoding's."""
+    target = with_cpu_kernels("llama")
+    kind = drafters.find("self_speculative")
+    drafter = kind.load(None, target, build_options(kind.Options, {"skip": skip, "depth": 3}))
+    assert drafter.draft_model.by_kernels == (skip in ("0", "exit:2"))
+    request = Request(tuple(ids(30)), 16)
+    assert run(Decoder(target, drafter), [request])[0] == [plain_decode(model("llama"), request)]

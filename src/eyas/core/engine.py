@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from eyas.core.cache import common_prefix
-from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
+from eyas.core.processors import Processor, apply_processors, run_processors
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, apply_sampling_rows
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.core.verify import verify
@@ -36,7 +37,6 @@ KEPT = 64 * 2**20  # bytes of the target's keys and values that a decoder keeps 
 
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
 Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]
-Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 
 
 class Policy(Protocol):
@@ -269,7 +269,8 @@ class Decoder:
 
     def _first_context(self, request: Request) -> tuple[Tensor | None, Callable[[Tensor], Tensor] | None]:
         history_V = self._history(request)
-        return None if history_V is None else history_V[None], _custom(request, [list(request.prompt)])
+        custom = run_processors(request.processors, request.prompt, request.sampling.greedy)
+        return None if history_V is None else history_V[None], custom
 
     def _history(self, request: Request) -> Tensor | None:
         if request.sampling.repetition_penalty == 1.0:
@@ -311,13 +312,20 @@ class Decoder:
         seen_BNV = None
         if roots.history_BV is not None:
             seen_BNV = draft.tree.seen(draft.tokens_BN, roots.history_BV)
+        if not any(row is not None and row.request.processors for row in self.rows):
+            return apply_sampling_rows(logits_BNV, roots.sampling, seen_BNV)
         rows = []
         for b, row in enumerate(self.rows):
-            custom = None
-            if row is not None and row.request.processors:
-                custom = _custom(row.request, _prefixes(row.tokens, draft, b))
-            rows.append(apply_sampling(logits_BNV[b], roots.sampling[b], None if seen_BNV is None else seen_BNV[b], custom))
-        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+            seen_NV, sampling = None if seen_BNV is None else seen_BNV[b], roots.sampling[b]
+            if row is None or not row.request.processors:
+                rows.append(apply_sampling(logits_BNV[b], sampling, seen_NV))
+                continue
+            request = row.request
+            remaining = request.max_new_tokens - row.new
+            rows.append(apply_processors(
+                logits_BNV[b], draft, b, row.tokens, sampling, seen_NV, request.processors, request.eos, remaining
+            ))  # fmt: skip
+        return torch.stack(rows)
 
     def _emit(self, cycle: Cycle, clock: StageTimer, decision: Decision) -> list[Step]:
         """The cycle's one transfer to the host; then tokens are handed out, cut at stop and length, once, before any metric."""
@@ -379,29 +387,3 @@ class Decoder:
     def _check_nan(self, bad: bool, tokens: Sequence[int]) -> None:
         if bad:
             raise self.model.nan_error(tokens)
-
-
-def _prefixes(tokens: list[int], draft: Draft, b: int) -> list[list[int]]:
-    """Each node's own prefix: the row's tokens (root last) and the node's ancestors and itself below the root."""
-    parents, drafted = draft.tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist()
-    paths: list[list[int]] = [list(tokens)]
-    for n in range(1, len(parents)):
-        paths.append([*paths[parents[n]], drafted[n]])
-    return paths
-
-
-def _custom(request: Request, prefixes: list[list[int]]) -> Callable[[Tensor], Tensor] | None:
-    """Hugging Face processors, node by node."""
-    if not request.processors:
-        return None
-
-    def run(scores_NV: Tensor) -> Tensor:
-        rows = []
-        for scores_V, ids in zip(scores_NV, prefixes, strict=True):
-            scores_1V, ids_1T = scores_V[None], torch.tensor([ids], device=scores_V.device)
-            for processor in request.processors:
-                scores_1V = processor(ids_1T, scores_1V)
-            rows.append(scores_1V[0])
-        return torch.stack(rows)
-
-    return run

@@ -1,21 +1,23 @@
-"""From logits to the law of the next token, and random numbers that are a pure function of where they are used.
+"""From logits to the distribution of the next token, and random numbers that are a pure function of their use.
 
-`apply_sampling` applies one row's Sampling to its logits, in float32, in the order of Hugging Face's generate: repetition penalty, temperature,
-top-k, top-p, min-p. It is used once per node, for the target's p and for the draft's q alike.
+`apply_sampling` applies a row's Sampling to its logits, in float32, in the order of Hugging Face's generate:
+repetition penalty, custom processors, temperature, top-k, top-p, min-p. It is used once per node, for the
+target's p and for the draft's q alike.
 
-`GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state, no order of calls). The draw at a node is
-argmax(log p + noise of its position), so what is drawn depends on the prefix and the noise alone, whatever tree is being verified:
-at any temperature a chosen tree yields the same tokens as plain sampling with the same seed.
-(Gumbel-max: Gumbel 1954; common random numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
+`GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state, no order
+of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token depends on the
+prefix and the noise alone, whatever tree is verified: at any temperature a chosen tree yields the tokens of
+plain sampling with the same seed. (Gumbel-max: Gumbel 1954; common random numbers for drafts: Daliri, Musco,
+Suresh 2024, "Coupling without communication".)
 
-Letters: B rows, N nodes, V vocabulary, K siblings. This module knows no tree and no model.
+This module knows no tree and no model. Letters: B rows, N nodes, V vocabulary, K siblings.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from torch import Tensor
 from eyas import kernels
 from eyas.errors import OptionError
 
-__all__ = ["GumbelNoise", "Sampling", "apply_sampling", "probs"]
+__all__ = ["GumbelNoise", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,6 +118,16 @@ def apply_sampling(
     return scores_NV
 
 
+def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], seen_BNV: Tensor | None = None) -> Tensor:
+    """`apply_sampling` of every row's own Sampling; scores [B, N, V]. Rows that differ in their seed only are processed together."""
+    first = sampling[0]
+    if all(s is first or replace(s, seed=first.seed) == first for s in sampling):
+        seen_NV = None if seen_BNV is None else seen_BNV.flatten(0, 1)
+        return apply_sampling(logits_BNV.flatten(0, 1), first, seen_NV).reshape(logits_BNV.shape)
+    each = enumerate(sampling)
+    return torch.stack([apply_sampling(logits_BNV[b], s, None if seen_BNV is None else seen_BNV[b]) for b, s in each])
+
+
 def probs(scores_NV: Tensor, greedy: bool) -> Tensor:
     """The law p [N, V] in float32 of scores from `apply_sampling`: a softmax, or all mass on the argmax."""
     if greedy:
@@ -142,13 +154,18 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class GumbelNoise:
-    """Random numbers of B rows as pure functions of (seed, stream, position, index).
+    """Random numbers of B rows as pure functions of (seed, stream, position, index). A row with greedy sampling gets no noise.
 
-    Streams keep uses apart: what the target draws (TARGET), the accept tests of drawn siblings (ACCEPT), and what a draft draws for itself
-    (DRAFT). A row with greedy sampling gets no noise.
+    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is read twice):
+
+        TARGET   the target's draw                     (absolute position, token)
+        ACCEPT   accept tests of sampled siblings      (position of the sibling, its number among its siblings)
+        DRAFT    the draft's own draws                 (position of the root x nodes of the tree + node, token)
+        BLOCK    accept tests of a block's prefixes    (position of the root, tokens in the prefix)
+        SEARCH   text that no request reads            (absolute position, token)
     """
 
-    TARGET, ACCEPT, DRAFT = 0, 1, 2
+    TARGET, ACCEPT, DRAFT, BLOCK, SEARCH = range(5)
 
     def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
         """Args: seed_B int64; greedy_B bool, rows whose Gumbel noise is zero; all_greedy where the host knows it already."""
@@ -188,7 +205,7 @@ class GumbelNoise:
             return None
         return kernels.draw(scores_BNV, depth_BN, position_B, self.seed_B, self.greedy_B, self.TARGET)
 
-    def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int) -> Tensor:
-        """bool [B]: accept tests with these chances for the sibling-th child (0, 1, ...) of the node before `position_B`."""
-        index_1 = torch.full((1,), sibling, device=position_B.device)
-        return self._uniform(self.ACCEPT, position_B[:, None], index_1)[:, 0, 0] < chance_B
+    def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = ACCEPT) -> Tensor:
+        """bool [B]: the outcomes of accept tests with these chances, by the uniform numbers of (stream, position, index)."""
+        index_1 = torch.full((1,), index, device=position_B.device)
+        return self._uniform(stream, position_B[:, None], index_1)[:, 0, 0] < chance_B

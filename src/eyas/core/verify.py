@@ -123,7 +123,11 @@ def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor,
 
 
 def _judge_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
-    """Every prefix of the chain is tested, with a uniform number of its own; the longest that passes is accepted."""
+    """Every prefix of the chain is tested, with a uniform number of its own; the longest that passes is accepted.
+
+    The numbers belong to the root: tests of prefixes longer than the accepted one have been read, and by
+    absolute position the next cycle would read them again, knowing how they ended.
+    """
     tree, N = draft.tree, draft.tree.nodes
     order_N = torch.arange(N, device=position_B.device)
     torch._assert_async((tree.parents_BN == order_N - 1).all(), "a block is one chain")
@@ -138,7 +142,7 @@ def _judge_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Te
         mass_B = left_BV.sum(-1)
         passed_B = here_B
         if n:
-            passed_B = here_B & noise.accepts(mass_B / (mass_B + 1 - weight_B), position_B + n, 0)
+            passed_B = here_B & noise.accepts(mass_B / (mass_B + 1 - weight_B), position_B, n, GumbelNoise.BLOCK)
         end_B = torch.where(passed_B, n, end_B)
         final_BV = torch.where(passed_B[:, None], torch.where(mass_B[:, None] > 0, left_BV, p_BV), final_BV)
         weight_B = torch.where(goes_on_B, (weight_B * p_next_B / q_next_B).clamp(max=1), weight_B)

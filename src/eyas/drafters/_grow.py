@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Shape
-from eyas.core.sampling import GumbelNoise, apply_sampling, probs
+from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.errors import OptionError, near
 
@@ -193,7 +193,7 @@ def _guess(growth: Growth, roots: CycleInput, shape: DynamicTree, hidden_BQD: Te
     logits_BQv = growth.head(hidden_BQD)
     count = min(shape.branch, logits_BQv.shape[-1])
     shared = shape.noise == "shared"
-    log_q_BQv = _log_q(_processed(logits_BQv, roots, seen_BQv) if shared else logits_BQv)
+    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, roots.sampling, seen_BQv) if shared else logits_BQv)
     drawn = shared and not roots.noise.all_greedy
     key_BQv = log_q_BQv + growth.noise(roots, level, logits_BQv.shape[-1]) if drawn else log_q_BQv  # noise is zero in greedy rows
     index_BQK = key_BQv.topk(count).indices
@@ -295,7 +295,7 @@ def grow_static(growth: Growth, roots: CycleInput, choices: Choices, noise: str 
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
             hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
         seen_BQV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, inner_Q]
-        scores_BQV = _processed(growth.head(hidden_BND[:, inner_Q]), roots, seen_BQV)
+        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), roots.sampling, seen_BQV)
         key_BQV = scores_BQV
         if noise == "shared" and not roots.noise.all_greedy:
             key_BQV = scores_BQV + growth.noise(roots, number, scores_BQV.shape[-1])
@@ -312,9 +312,3 @@ def grow_static(growth: Growth, roots: CycleInput, choices: Choices, noise: str 
         tokens_BN[:, level.child_M], score_BN[:, level.child_M], candidate_BN[:, level.child_M] = token_BM, own_BM, key_BM > -math.inf
     tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
     return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)
-
-
-def _processed(logits_BQv: Tensor, roots: CycleInput, seen_BQv: Tensor | None) -> Tensor:
-    """The draft's scores after each row's own Sampling, with the prefix of each node."""
-    rows = enumerate(roots.sampling)
-    return torch.stack([apply_sampling(logits_BQv[b], s, None if seen_BQv is None else seen_BQv[b]) for b, s in rows])

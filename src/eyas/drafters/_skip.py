@@ -198,7 +198,7 @@ def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> 
     for position in range(1, length):
         seen = session.forward(tokens[-1], root)
         session.advance(torch.ones(rows, dtype=torch.long, device=device), [position] * rows)
-        gumbel_R1V = noise.gumbel(torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1])
+        gumbel_R1V = noise.gumbel(torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1], GumbelNoise.SEARCH)
         tokens.append((seen.logits_BNV.float().log_softmax(-1) + gumbel_R1V).argmax(-1))
     return torch.cat(tokens, 1)
 

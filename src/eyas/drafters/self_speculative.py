@@ -31,7 +31,7 @@ from eyas.files import replaced, user_cache
 
 __all__ = ["Method", "Options", "remembered_search"]
 
-SEARCHED = "greedy 1, own text 4 x 64"  # what a remembered result was found by
+SEARCHED = "greedy 2, own text 4 x 64"  # what a remembered result was found by
 
 
 @dataclass(frozen=True)

@@ -235,10 +235,15 @@ def _refuse(target: Target) -> None:
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")
     first: Any = family.layers[0]
+    for k, layer in enumerate(family.layers):  # self-speculation leaves parts of layers out
+        if not hasattr(layer.self_attn, "q_proj") or not hasattr(layer.mlp, "gate_proj"):
+            raise UnsuitedError(f"the kernels run whole layers, and layer {k} has no attention or no MLP")
     shapes = {getattr(layer.self_attn, "head_dim", None) for layer in family.layers}
     if len(shapes) != 1 or first.self_attn.head_dim not in HEAD_DIMS:
         raise UnsuitedError(f"the kernels do not know heads of width {sorted(map(str, shapes))}; known: {', '.join(map(str, HEAD_DIMS))}")
-    if target.hidden_size % 32 or first.mlp.gate_proj.out_features % 32 or len(set(target.layout)) != 1:
+    if (
+        target.hidden_size % 32 or first.mlp.gate_proj.out_features % 32 or len(set(target.layout) - {None}) != 1
+    ):  # None: a layer that is left out
         raise UnsuitedError("the kernels need widths that are multiples of 32, the same in every layer")
     if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
         raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")

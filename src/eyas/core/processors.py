@@ -1,0 +1,100 @@
+"""Hugging Face's logits processors over a tree: once per node, with that node's own prefix.
+
+A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises), so it is
+run on those prefixes only that decoding can reach. Nodes are skipped
+
+    that are no candidates (scouts, padding), and all nodes below a skipped one;
+    whose token the processed scores of their parent forbid (greedy rows: whose token is not the best one);
+    that end the text (EOS), or stand where the request's length is already reached.
+
+Skipped nodes keep their logits: they are never accepted, or what follows them is cut off.
+
+This module knows no model. Letters: N nodes, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from eyas.core.sampling import Sampling, apply_sampling
+from eyas.core.tree import Draft
+from eyas.errors import InputError
+
+__all__ = ["Processor", "apply_processors", "run_processors"]
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+
+
+def run_processors(processors: Sequence[Processor], tokens: Sequence[int], greedy: bool) -> Callable[[Tensor], Tensor] | None:
+    """The processors of one prefix as `apply_sampling` takes them: scores [1, V] -> scores [1, V]; None without processors.
+
+    Raises:
+        InputError: a processor returns something else than scores, or scores that allow no token.
+    """
+    if not processors:
+        return None
+
+    def run(scores_1V: Tensor) -> Tensor:
+        if scores_1V.isnan().any():  # the target is broken, which the Decoder reports
+            return scores_1V
+        ids_1T = torch.tensor([list(tokens)], device=scores_1V.device)
+        scores_1V = scores_1V.clone()  # a processor may write into what it gets
+        for processor in processors:
+            shape = scores_1V.shape
+            scores_1V = processor(ids_1T, scores_1V)
+            _check(processor, scores_1V, shape, greedy)
+        return scores_1V
+
+    return run
+
+
+def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool) -> None:
+    name = getattr(processor, "__name__", None) or type(processor).__name__
+    if not isinstance(scores, Tensor):
+        raise InputError(f"processor {name} returned {type(scores).__name__}: it must return its scores, a tensor of shape {list(shape)}")
+    if scores.shape != shape:
+        raise InputError(f"processor {name} returned scores of shape {list(scores.shape)}: it must return {list(shape)}")
+    if bool(scores.isnan().any()) or (not greedy and bool((scores == torch.inf).any())):
+        raise InputError(
+            f"processor {name} returned scores that are {'NaN' if scores.isnan().any() else 'inf'}: they must be numbers or -inf"
+        )
+    if bool((scores == -torch.inf).all()):
+        raise InputError(f"processor {name} forbids every token: at least one score must be above -inf")
+
+
+def apply_processors(
+    logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, seen_NV: Tensor | None,
+    processors: Sequence[Processor], eos: Collection[int], remaining: int,
+) -> Tensor:  # fmt: skip
+    """Scores [N, V] of one row's tree, processed node by node.
+
+    Args:
+        row: of the draft.
+        tokens: the row's text, its last token is the root.
+        seen_NV: as for `apply_sampling`.
+        eos: tokens that end the text.
+        remaining: tokens that the request may still get, 1 or more.
+    """
+    tree = draft.tree
+    parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
+    candidates = tree.candidate_BN[row].tolist()
+    scores_NV = logits_NV.float().clone()
+    paths: list[list[int] | None] = []  # the tokens below the root; None: skipped
+    for n, (parent, token) in enumerate(zip(parents, drafted, strict=True)):
+        above = [] if n == 0 else paths[parent]
+        path = None
+        if n == 0:
+            path = []
+        elif above is not None and candidates[n] and token not in eos and len(above) + 1 < remaining:
+            parent_V = scores_NV[parent]
+            least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
+            path = [*above, token] if bool(parent_V[token] >= least) else None
+        paths.append(path)
+        if path is not None:
+            custom = run_processors(processors, [*tokens, *path], sampling.greedy)
+            seen_1V = None if seen_NV is None else seen_NV[n : n + 1]
+            scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, seen_1V, custom)[0]
+    return scores_NV

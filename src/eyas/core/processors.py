@@ -85,7 +85,7 @@ def apply_processors(
     paths: list[list[int] | None] = []  # the tokens below the root; None: skipped
     for n, (parent, token) in enumerate(zip(parents, drafted, strict=True)):
         above = [] if n == 0 else paths[parent]
-        path = None
+        path: list[int] | None = None
         if n == 0:
             path = []
         elif above is not None and candidates[n] and token not in eos and len(above) + 1 < remaining:

@@ -38,12 +38,12 @@ from eyas.drafters import Drafter, find
 from eyas.errors import EyasError
 from eyas.train.alpha import acceptance_by_depth
 from eyas.train.data import Batches, Data, Example, Examples, Report, data_hash, read
-from eyas.train.features import fill, studied
+from eyas.train.features import layers_for_training, write_features
 from eyas.train.loop import TrainConfig, train
 from eyas.train.progress import bar
 from eyas.train.record import versions
 from eyas.train.state import write_text
-from eyas.train.store import MANIFEST, Settings, Store, Stored, identity, plan
+from eyas.train.store import MANIFEST_FILE, FeatureSettings, FeatureStore, StoredExamples, plan_store, tokenizer_identity
 
 CHAIN = 5  # draft tokens: n-alpha for n = 0..4
 DRAWS = 4000
@@ -133,12 +133,12 @@ def by_hash(examples: Sequence[Example], tokens: int) -> Examples:
     return chosen
 
 
-def first(examples: Stored, tokens: int) -> Stored:
+def first(examples: StoredExamples, tokens: int) -> StoredExamples:
     """The first examples, until they hold that many tokens."""
     count = 0
     for end, number in enumerate(examples.numbers):
         if count >= tokens:
-            return Stored(examples.store, examples.numbers[:end])
+            return StoredExamples(examples.store, examples.numbers[:end])
         count += examples.store.lengths[number]
     return examples
 
@@ -150,7 +150,7 @@ def tokens_of(examples: Sequence[Example]) -> int:
 def layers_of(llm: LLM, heads: Iterable[tuple[str, Options]]) -> tuple[int, ...]:
     """What the losses of these methods, with these options, read of the target."""
     kinds = [(find(method), options) for method, options in heads]
-    return studied(llm.target, [(kind, build_options(kind.Options, options)) for kind, options in kinds])
+    return layers_for_training(llm.target, [(kind, build_options(kind.Options, options)) for kind, options in kinds])
 
 
 def features(
@@ -170,33 +170,33 @@ def features(
         data = read(files, llm.tokenizer, max_length=settings.max_length, heldout=settings.heldout)
         return by_hash(data.train, tokens), by_hash(data.heldout, args.heldout_tokens)
 
-    settings = Settings(
+    settings = FeatureSettings(
         target={"name": llm.target.name, "fingerprint": llm.target.fingerprint(), "dtype": str(llm.target.dtype).removeprefix("torch.")},
-        tokenizer=identity(llm.tokenizer), layers=tuple(layers), hidden_size=llm.target.hidden_size, dtype="bfloat16",
+        tokenizer=tokenizer_identity(llm.tokenizer), layers=tuple(layers), hidden_size=llm.target.hidden_size, dtype="bfloat16",
         data={
             "files": [{"name": path.name, "sha256": data_hash(path)} for path in files], "sha256": data_hash(files),
             "tokens": tokens, "heldout_tokens": args.heldout_tokens,
         },
         max_length=min(args.max_length, llm.target.context), heldout=0.05, shard_bytes=256 * 2**20,
     )  # fmt: skip
-    if not (folder / MANIFEST).exists():
+    if not (folder / MANIFEST_FILE).exists():
         sides = (choose or from_files)()
         folder.mkdir(parents=True, exist_ok=True)
-        plan(settings, Data(*sides, report_of(sides), settings.data["sha256"]), versions()).write(folder)
-    store = Store(folder)
+        plan_store(settings, Data(*sides, report_of(sides), settings.data["sha256"]), versions()).write(folder)
+    store = FeatureStore(folder)
     other = store.settings.differences(settings, llm.target.is_named)
     other += ["other numbers of tokens"] if store.settings.data != settings.data else []
     if other:
         raise EyasError(f"{folder} holds features of other settings ({'; '.join(other)}): remove it, or choose another --work")
     for shard in track(store.missing(), description="features", disable=not store.missing()):
-        fill(store, llm.target, [shard], 8192)
+        write_features(store, llm.target, [shard], 8192)
     store.finish()
     return store.data()
 
 
 def _given(llm: LLM, folder: Path, layers: Sequence[int], tokens: int) -> Data:
     """The first of the examples of a finished store, in its own order."""
-    store = Store(folder)
+    store = FeatureStore(folder)
     if not llm.target.is_named(store.settings.target["fingerprint"]) or not set(layers) <= set(store.settings.layers):
         raise EyasError(f"{folder} holds features of another target, or lacks one of the layers {', '.join(map(str, layers))}")
     data = store.data()

@@ -24,7 +24,7 @@ from _heads import Exam, Head, Results, eagle3_options, tree_options
 
 from eyas.api import LLM
 from eyas.errors import EyasError, InputError
-from eyas.train._chat import ChatReader, normalise
+from eyas.train._chat import ChatReader, messages_to_learn
 from eyas.train.data import FIRST_COUNTABLE, Example, Examples
 from eyas.train.vocab import count_tokens
 
@@ -37,7 +37,7 @@ def conversations(path: Path) -> Iterator[Turns]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as f:
         for text in f:
             try:
-                yield normalise(json.loads(text))
+                yield messages_to_learn(json.loads(text))
             except (InputError, json.JSONDecodeError):
                 continue
 

@@ -20,15 +20,15 @@ from eyas.nn import Documents
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
-def plain_smooth_l1(predicted: Tensor, true: Tensor, mask: Tensor, normaliser: float) -> Tensor:
+def plain_smooth_l1(predicted: Tensor, true: Tensor, mask: Tensor, normalizer: float) -> Tensor:
     difference = (predicted - true).abs()
     each = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-    return (each.mean(-1) * mask).sum() / normaliser
+    return (each.mean(-1) * mask).sum() / normalizer
 
 
-def plain_cross_entropy(predicted: Tensor, true: Tensor, mask: Tensor, normaliser: float) -> Tensor:
+def plain_cross_entropy(predicted: Tensor, true: Tensor, mask: Tensor, normalizer: float) -> Tensor:
     p, log_q = true.exp() / true.exp().sum(-1, keepdim=True), predicted - predicted.exp().sum(-1, keepdim=True).log()
-    return (-(p * log_q).sum(-1) * mask).sum() / normaliser
+    return (-(p * log_q).sum(-1) * mask).sum() / normalizer
 
 
 def arguments(seed: int, *shape: int, share: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def arguments(seed: int, *shape: int, share: float = 0.6) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize(("ours", "plain"), [(smooth_l1, plain_smooth_l1), (soft_cross_entropy, plain_cross_entropy)])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> None:
-    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the normaliser. Deterministic."""
+    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the normalizer. Deterministic."""
     predicted, true, mask = arguments(0, 3, 7, 11, share=share)
     mine, theirs = ours(predicted, true, mask, 4.5), plain(predicted, true, mask, 4.5)
     (gradient,) = torch.autograd.grad(3 * mine, predicted)
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> No
 
 
 @pytest.mark.parametrize("ours", [smooth_l1, soft_cross_entropy])
-def test_masks_of_numbers_and_tensor_normalisers(ours) -> None:
+def test_masks_of_numbers_and_tensor_normalizers(ours) -> None:
     """A 0/1 mask of integers means the same as a bool mask (indexing with integers would silently pick rows 0 and 1)."""
     predicted, true, mask = arguments(1, 2, 5, 6)
     expected = ours(predicted, true, mask, 3.0)
@@ -135,15 +135,15 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
 
 @pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
 def test_reference_losses_of_eagle1_from_features() -> None:
-    """The reference's vloss, ploss and loss from its own predicted features, with its mask and normaliser (mask.sum() + 1e-5)."""
+    """The reference's vloss, ploss and loss from its own predicted features, with its mask and normalizer (mask.sum() + 1e-5)."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     weight = load_file(GOLDEN / "target_a" / "model.safetensors")["lm_head.weight"]
     predicted, true, mask = tensors["eagle1.predict"], tensors["eagle1.target"], tensors["eagle1.loss_mask"]
-    normaliser = mask.sum() + 1e-5
-    vloss = smooth_l1(predicted, true, mask, normaliser)
-    ploss = soft_cross_entropy(predicted @ weight.T, true @ weight.T, mask, normaliser)
-    chunked, _ = soft_cross_entropy_of(lambda hidden: hidden @ weight.T, predicted, true, mask, normaliser, 256, 1000)
+    normalizer = mask.sum() + 1e-5
+    vloss = smooth_l1(predicted, true, mask, normalizer)
+    ploss = soft_cross_entropy(predicted @ weight.T, true @ weight.T, mask, normalizer)
+    chunked, _ = soft_cross_entropy_of(lambda hidden: hidden @ weight.T, predicted, true, mask, normalizer, 256, 1000)
     for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (chunked, "ploss"), (vloss + 0.1 * ploss, "loss")):
         assert mine.item() == pytest.approx(said[theirs], abs=1e-5)
 
@@ -151,7 +151,7 @@ def test_reference_losses_of_eagle1_from_features() -> None:
 @pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
-    """The net of eagle1 with the reference's head on its batch (no noise, its mask and normaliser): predicted features, both losses and
+    """The net of eagle1 with the reference's head on its batch (no noise, its mask and normalizer): predicted features, both losses and
     every gradient to 1e-4. Both ways to the cross-entropy."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
@@ -163,12 +163,12 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
         predicted = net.packed(features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
-        true, normaliser = tensors["eagle1.target"], mask.sum() + 1e-5
-        vloss = smooth_l1(predicted, true, mask, normaliser)
+        true, normalizer = tensors["eagle1.target"], mask.sum() + 1e-5
+        vloss = smooth_l1(predicted, true, mask, normalizer)
         if chunked:
-            ploss, _ = soft_cross_entropy_of(target.head, predicted, true, mask, normaliser, target.vocab_size, 1000)
+            ploss, _ = soft_cross_entropy_of(target.head, predicted, true, mask, normalizer, target.vocab_size, 1000)
         else:
-            ploss = soft_cross_entropy(target.head(predicted), target.head(true), mask, normaliser)
+            ploss = soft_cross_entropy(target.head(predicted), target.head(true), mask, normalizer)
         loss = vloss + 0.1 * ploss
         loss.backward()
     for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (loss, "loss")):
@@ -201,10 +201,10 @@ def test_through_a_trained_head(chunk: int, reduced: bool) -> None:
     each = -(p[answer] * logits.log_softmax(-1)).sum(-1) * counts
     total = (each * weight).sum()
     torch.testing.assert_close(mine.total, total)
-    torch.testing.assert_close(mine.each_K, each.detach())
-    assert mine.counts_K.tolist() == counts.tolist()
+    torch.testing.assert_close(mine.loss_K, each.detach())
+    assert mine.is_counted_K.tolist() == counts.tolist()
     chosen = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
-    assert mine.right_K.tolist() == ((chosen == best[answer]) & counts).tolist()
+    assert mine.is_correct_K.tolist() == ((chosen == best[answer]) & counts).tolist()
     assert counts.any()
     assert bool(counts.all()) != reduced
     for one, other in zip(torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True):

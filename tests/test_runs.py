@@ -21,7 +21,7 @@ from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError
 from eyas.train.config import TrainConfig
-from eyas.train.features import studied
+from eyas.train.features import layers_for_training
 
 RUNS = Path(__file__).parents[1] / "runs"
 TINY = [
@@ -161,7 +161,7 @@ def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
         config = TrainConfig(**context.meta["Training"])
         assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
         kind = find(context.params["method"])
-        assert studied(target, [(kind, build_options(kind.Options, method_options(context)))]) == (target.num_layers,)
+        assert layers_for_training(target, [(kind, build_options(kind.Options, method_options(context)))]) == (target.num_layers,)
 
 
 def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@
     remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed
     is_altered          whether a file differs from the checksum that was shipped with it
+    parse_json          a JSON value, or one clear error
     user_cache          the folder of measurements and compiled kernels of this machine
 
 This module does not know what the files hold.
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from eyas.errors import InputError
 
@@ -30,11 +31,15 @@ __all__ = [
     "CHECKSUMS",
     "is_altered",
     "locked_output",
+    "parse_json",
+    "prepare_folder",
     "remove_leftovers",
     "replaced",
     "sha256_of_file",
     "user_cache",
     "write_atomically",
+    "write_errors",
+    "write_text",
 ]
 
 LOCK = ".lock"
@@ -175,3 +180,50 @@ def _holder(file: Path) -> str:
         return f"process {holder['pid']} on {holder['host']} (since {since})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+# --- reading and writing text
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text, for example of one line of a file.
+
+    Raises InputError, without a place, for every text that has none: bytes that are not UTF-8, no
+    JSON, values nested deeper than Python can read, numbers of more digits than it converts.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
+    except RecursionError as error:
+        raise InputError("JSON that is nested too deeply") from error
+    except ValueError as error:  # Python converts no number of more than 4,300 digits
+        raise InputError("JSON with a number of too many digits") from error
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn the system's errors while a file is written into an InputError that names it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter for the former
+        is_full = getattr(error, "errno", None) == errno.ENOSPC
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise InputError(f"cannot write {path}: {'no space left; free some and resume' if is_full else reason}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file as a whole. InputError when it cannot be written."""
+    with write_errors(path), write_atomically(path) as stream:
+        stream.write(text.encode())
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder and check that it can be written, before any work is done. InputError when not."""
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()

@@ -1,17 +1,20 @@
-"""What draft heads are trained to minimise.
+"""Loss functions of draft heads.
 
-Two terms, both summed over the positions of a mask and divided by a normaliser that the caller gives (EAGLE, section 3.2):
+Two terms, both summed over the positions of a mask and divided by a normalizer of the caller (EAGLE, section 3.2):
 
-    smooth_l1                 the predicted feature should be the target's feature
-    soft_cross_entropy        the law that the head of the model makes of it should be the target's law
+    smooth_l1                 between the predicted feature and the target's feature
+    soft_cross_entropy        between the distributions that the LM head computes from them
 
-`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen head, so that logits of a whole batch never exist:
-it finds the gradient of each chunk of positions together with its value and keeps that alone, [.., D] instead of [.., V].
-Both touch only the positions of the mask. `draft_cross_entropy` is the same for a head that is trained itself, over a draft vocabulary,
-where several steps of the training-time test are compared with one answer (EAGLE-3). Values and gradients are those of the plain formula.
+`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so that the logits of a
+whole batch never exist: it computes the gradient of each chunk of positions together with its value and keeps only
+that, [.., D] instead of [.., V]. Both read only the positions of the mask. `draft_cross_entropy` is the same for an LM
+head that is trained itself, over a draft vocabulary, where several steps of the training-time test are compared with one
+target distribution (EAGLE-3). Values and gradients are those of the plain formula.
 
-This module knows no model and no method. What stands on the right-hand side (`true_*`) is a constant: it gets no gradient.
-Letters: R sequences, T tokens, D hidden, V vocabulary, M positions in the mask, K guesses, U answers, v draft vocabulary.
+This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no gradient.
+
+Shapes: R sequences, T tokens, D hidden size, V vocabulary, M positions in the mask, N positions, C rows of a chunk,
+K draft predictions, U target positions, v draft vocabulary. p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -24,47 +27,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Guesses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
+__all__ = ["DraftLosses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
 
-CHUNK_ELEMENTS = 1 << 24  # logits held at a time: 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
 
-def smooth_l1(predicted_RTD: Tensor, true_RTD: Tensor, mask_RT: Tensor, normaliser: Tensor | float) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, summed over the mask, divided by `normaliser`; a scalar in at least float32.
+def smooth_l1(predicted_RTD: Tensor, true_RTD: Tensor, mask_RT: Tensor, normalizer: Tensor | float) -> Tensor:
+    """Smooth L1 with beta 1: the mean over D, summed over the mask, divided by `normalizer`.
 
     Args:
-        mask_RT: bool or 0/1; which positions count.
-        normaliser: what the sum is divided by: the number of counted positions for a mean.
+        mask_RT: bool or 0/1; the positions that count.
+        normalizer: the number of counted positions for a mean.
+
+    Returns:
+        A scalar in float32 or, if the features are in float64, in float64.
     """
     mask_RT = mask_RT.bool()
-    predicted_MD, true_MD = _at_least_float32(predicted_RTD[mask_RT]), _at_least_float32(true_RTD[mask_RT].detach())
-    return F.smooth_l1_loss(predicted_MD, true_MD, reduction="none").mean(-1).sum() / normaliser
+    predicted_MD = _at_least_float32(predicted_RTD[mask_RT])
+    true_MD = _at_least_float32(true_RTD[mask_RT].detach())
+    return F.smooth_l1_loss(predicted_MD, true_MD, reduction="none").mean(-1).sum() / normalizer
 
 
 def weighted_smooth_l1(predicted_KD: Tensor, true_KD: Tensor, weight_K: Tensor) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed."""
-    each_KD = F.smooth_l1_loss(_at_least_float32(predicted_KD), _at_least_float32(true_KD.detach()), reduction="none")
-    return (each_KD.mean(-1) * weight_K).sum()
+    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed over the rows; a scalar."""
+    losses_KD = F.smooth_l1_loss(_at_least_float32(predicted_KD), _at_least_float32(true_KD.detach()), reduction="none")
+    return (losses_KD.mean(-1) * weight_K).sum()
 
 
 def soft_cross_entropy(
     predicted_logits_RTV: Tensor,
     true_logits_RTV: Tensor,
     mask_RT: Tensor,
-    normaliser: Tensor | float,
+    normalizer: Tensor | float,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
-    """Cross-entropy from softmax(true logits) to softmax(predicted logits), summed over the mask, divided by `normaliser`; a scalar.
+    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the mask, divided by `normalizer`.
 
     Args:
-        mask_RT: bool or 0/1; which positions count.
-        normaliser: what the sum is divided by.
-        chunk_elements: logits that are worked on at a time; bounds the memory beside the arguments and the gradient.
+        mask_RT: bool or 0/1; the positions that count.
+        normalizer: the number of counted positions for a mean.
+        chunk_elements: logits that are processed at a time; bounds the memory beside the arguments and the gradient.
+
+    Returns:
+        A scalar.
     """
     rows_M = mask_RT.bool().flatten().nonzero()[:, 0]
-    predicted_NV, true_NV = predicted_logits_RTV.flatten(0, -2), true_logits_RTV.detach().flatten(0, -2)
-    total: Tensor = _SoftCrossEntropy.apply(predicted_NV, true_NV, rows_M, _rows_in(chunk_elements, predicted_NV.shape[-1]))  # type: ignore[no-untyped-call]
-    return total / normaliser
+    predicted_NV = predicted_logits_RTV.flatten(0, -2)
+    true_NV = true_logits_RTV.detach().flatten(0, -2)
+    chunk_rows = _rows_in(chunk_elements, predicted_NV.shape[-1])
+    total: Tensor = _SoftCrossEntropy.apply(predicted_NV, true_NV, rows_M, chunk_rows)  # type: ignore[no-untyped-call]
+    return total / normalizer
 
 
 def soft_cross_entropy_of(
@@ -72,89 +84,94 @@ def soft_cross_entropy_of(
     predicted_RTD: Tensor,
     true_RTD: Tensor,
     mask_RT: Tensor,
-    normaliser: Tensor | float,
+    normalizer: Tensor | float,
     vocab_size: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """`soft_cross_entropy(head(predicted), head(true), mask, normaliser)` without ever holding those logits, and how often they agree.
+    """`soft_cross_entropy(head(predicted), head(true), mask, normalizer)`, without all these logits in memory.
 
     Args:
         head: features [..., D] -> logits [..., V]; frozen: it gets no gradient. Called once for each chunk of rows.
-        mask_RT: bool or 0/1; which positions count.
-        normaliser: what the sum is divided by.
+        mask_RT: bool or 0/1; the positions that count.
+        normalizer: the number of counted positions for a mean.
         vocab_size: V.
-        chunk_elements: logits that are worked on at a time; bounds the memory.
+        chunk_elements: logits that are processed at a time; bounds the memory.
 
     Returns:
         The loss (a scalar), and the number of positions of the mask (int64 scalar) where both logits have the same argmax.
     """
     mask_RT = mask_RT.bool()
-    predicted_MD, true_MD, count = predicted_RTD[mask_RT], true_RTD[mask_RT].detach(), _rows_in(chunk_elements, vocab_size)
-    wanted = torch.is_grad_enabled() and predicted_MD.requires_grad
-    total, agreeing = _ThroughHead.apply(predicted_MD, true_MD, head, count, wanted)  # type: ignore[no-untyped-call]
-    return total / normaliser, agreeing
+    predicted_MD = predicted_RTD[mask_RT]
+    true_MD = true_RTD[mask_RT].detach()
+    chunk_rows = _rows_in(chunk_elements, vocab_size)
+    needs_grad = torch.is_grad_enabled() and predicted_MD.requires_grad
+    total, agreeing = _CrossEntropyThroughHead.apply(predicted_MD, true_MD, head, chunk_rows, needs_grad)  # type: ignore[no-untyped-call]
+    return total / normalizer, agreeing
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """What `draft_cross_entropy` found, guess by guess; nothing of it has a gradient but the total."""
+class DraftLosses:
+    """The result of `draft_cross_entropy`, for each draft prediction; only the total has a gradient."""
 
     total: Tensor  # scalar: the weighted sum
-    each_K: Tensor  # cross-entropy; 0 where the guess does not count
-    right_K: Tensor  # bool: the draft's best token is the target's
-    counts_K: Tensor  # bool: the target's best token is in the draft vocabulary
+    loss_K: Tensor  # cross-entropy; 0 where the prediction does not count
+    is_correct_K: Tensor  # bool: the draft's most likely token is the target's
+    is_counted_K: Tensor  # bool: the target's most likely token is in the draft vocabulary
 
 
 def draft_cross_entropy(
     hidden_KD: Tensor,
     head_vD: Tensor,
-    answer_K: Tensor,
+    position_K: Tensor,
     weight_K: Tensor,
-    answers: int,
-    teacher: Callable[[slice], Tensor],
+    positions: int,
+    target_logits: Callable[[slice], Tensor],
     draft_ids_v: Tensor | None = None,
     chunk_elements: int | None = None,
-) -> Guesses:
-    """Cross-entropy over the draft vocabulary between what a trained head makes of hidden states and the target's law (EAGLE-3).
+) -> DraftLosses:
+    """Cross-entropy over the draft vocabulary between a trained LM head's distribution and the target's (EAGLE-3, section 3.1).
 
-    The target's law is restricted to the draft vocabulary and renormalised; where its best token is not in there, the guess does not count.
-    Logits exist for one chunk of answers at a time, and every answer's are worked out once, however many guesses are compared with it.
+    The target's distribution is restricted to the draft vocabulary and renormalized; where its most likely token is not in
+    there, the prediction does not count. Logits exist for one chunk of positions at a time, and the target's logits of a
+    position are computed once, however many predictions are compared with them.
 
     Args:
-        hidden_KD: normed hidden states of the guesses.
-        head_vD: the draft head's weight; gets a gradient.
-        answer_K: int64; which answer each guess is compared with.
-        weight_K: what each guess weighs in the total.
-        answers: U.
-        teacher: a slice of the answers -> the target's logits [C, V]; frozen.
-        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two are the same.
-        chunk_elements: draft logits held at a time.
+        hidden_KD: normed hidden states of the draft.
+        head_vD: weight of the draft's LM head; gets a gradient.
+        position_K: int64; the target position that each prediction is compared with.
+        weight_K: weight of each prediction in the total.
+        positions: U, the number of target positions.
+        target_logits: a slice of the positions -> the target's logits [C, V]; frozen.
+        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two vocabularies are the same.
+        chunk_elements: draft logits in memory at a time.
     """
-    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # a CPU's cache; a GPU's launches
-    per_answer = max(1, -(-hidden_KD.shape[0] // max(1, answers))) * head_vD.shape[0]
-    wanted = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
-    found = _ThroughDraftHead.apply(  # type: ignore[no-untyped-call]
-        hidden_KD, head_vD, answer_K, weight_K, answers, teacher, draft_ids_v, _rows_in(elements, per_answer), wanted
+    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # fits a CPU's cache; few GPU launches
+    elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * head_vD.shape[0]
+    needs_grad = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
+    chunk_rows = _rows_in(elements, elements_per_position)
+    results = _CrossEntropyThroughDraftHead.apply(  # type: ignore[no-untyped-call]
+        hidden_KD, head_vD, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, needs_grad
     )
-    return Guesses(*found)
+    return DraftLosses(*results)
 
 
-def _rows(predicted_CV: Tensor, true_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of some rows, and its gradient to the predicted logits: softmax(predicted) - softmax(true)."""
-    p_CV, log_q_CV = _at_least_float32(true_CV).softmax(-1), _at_least_float32(predicted_CV).log_softmax(-1)
+def _cross_entropy_and_gradient(predicted_CV: Tensor, true_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of some rows, and its gradient with respect to the predicted logits: q - p."""
+    p_CV = _at_least_float32(true_CV).softmax(-1)
+    log_q_CV = _at_least_float32(predicted_CV).log_softmax(-1)
     return -(p_CV * log_q_CV).sum(), log_q_CV.exp_().sub_(p_CV)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The sum over the given rows; the backward works the rows out again, chunk by chunk."""
+    """The sum over some rows; the backward computes the rows again, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, predicted_NV: Tensor, true_NV: Tensor, rows_M: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, predicted_NV: Tensor, true_NV: Tensor, rows_M: Tensor, chunk_rows: int) -> Tensor:
         ctx.save_for_backward(predicted_NV, true_NV, rows_M)
-        ctx.count = count
+        ctx.chunk_rows = chunk_rows
         total = _at_least_float32(predicted_NV[:0]).sum()
-        for rows_C in torch.split(rows_M, count):
-            total = total + _rows(predicted_NV[rows_C], true_NV[rows_C])[0]
+        for rows_C in torch.split(rows_M, chunk_rows):
+            total = total + _cross_entropy_and_gradient(predicted_NV[rows_C], true_NV[rows_C])[0]
         return total
 
     @staticmethod
@@ -162,30 +179,33 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
         predicted_NV, true_NV, rows_M = ctx.saved_tensors
         gradient_NV = torch.zeros_like(predicted_NV)
-        for rows_C in torch.split(rows_M, ctx.count):
-            gradient_NV[rows_C] = _rows(predicted_NV[rows_C], true_NV[rows_C])[1].mul_(outer).to(gradient_NV.dtype)
+        for rows_C in torch.split(rows_M, ctx.chunk_rows):
+            gradient_CV = _cross_entropy_and_gradient(predicted_NV[rows_C], true_NV[rows_C])[1]
+            gradient_NV[rows_C] = gradient_CV.mul_(outer).to(gradient_NV.dtype)
         return gradient_NV, None, None, None
 
 
-class _ThroughHead(torch.autograd.Function):
-    """The sum over all rows of what a head makes of them, with the gradient to the features found on the way."""
+class _CrossEntropyThroughHead(torch.autograd.Function):
+    """The sum over all rows, from features; the forward computes the gradient with respect to the features too."""
 
     @staticmethod
     def forward(
-        ctx: Any, predicted_MD: Tensor, true_MD: Tensor, head: Callable[[Tensor], Tensor], count: int, wanted: bool
+        ctx: Any, predicted_MD: Tensor, true_MD: Tensor, head: Callable[[Tensor], Tensor], chunk_rows: int, needs_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        total, agreeing = _at_least_float32(predicted_MD[:0]).sum(), torch.zeros((), dtype=torch.long, device=predicted_MD.device)
+        total = _at_least_float32(predicted_MD[:0]).sum()
+        agreeing = torch.zeros((), dtype=torch.long, device=predicted_MD.device)
         gradient_MD = torch.zeros_like(predicted_MD)
-        for first in range(0, len(predicted_MD), count):
-            chunk = slice(first, first + count)
+        for first in range(0, len(predicted_MD), chunk_rows):
+            chunk = slice(first, first + chunk_rows)
             true_CV = head(true_MD[chunk])
-            with torch.set_grad_enabled(wanted):
-                features_CD = predicted_MD[chunk].detach().requires_grad_(wanted)
+            with torch.set_grad_enabled(needs_grad):
+                features_CD = predicted_MD[chunk].detach().requires_grad_(needs_grad)
                 predicted_CV = head(features_CD)
-            part, difference_CV = _rows(predicted_CV.detach(), true_CV)
-            total, agreeing = total + part, agreeing + (predicted_CV.argmax(-1) == true_CV.argmax(-1)).sum()
-            if wanted:
-                (gradient_MD[chunk],) = torch.autograd.grad(predicted_CV, features_CD, difference_CV.to(predicted_CV.dtype))
+            loss, gradient_CV = _cross_entropy_and_gradient(predicted_CV.detach(), true_CV)
+            total = total + loss
+            agreeing = agreeing + (predicted_CV.argmax(-1) == true_CV.argmax(-1)).sum()
+            if needs_grad:
+                (gradient_MD[chunk],) = torch.autograd.grad(predicted_CV, features_CD, gradient_CV.to(predicted_CV.dtype))
         ctx.save_for_backward(gradient_MD)
         ctx.mark_non_differentiable(agreeing)
         return total, agreeing
@@ -197,61 +217,75 @@ class _ThroughHead(torch.autograd.Function):
         return gradient_MD * outer.to(gradient_MD.dtype), None, None, None, None
 
 
-class _ThroughDraftHead(torch.autograd.Function):
-    """The gradients to the hidden states and to the head are found with the value, chunk by chunk of the answers."""
+class _CrossEntropyThroughDraftHead(torch.autograd.Function):
+    """The forward computes the gradients with respect to hidden states and LM head together with the value, chunk by chunk."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_KD: Tensor, head_vD: Tensor, answer_K: Tensor, weight_K: Tensor, answers: int,
-        teacher: Callable[[slice], Tensor], draft_ids_v: Tensor | None, count: int, wanted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        order_K = answer_K.argsort(stable=True)
-        firsts = torch.arange(0, answers + count, count, device=answer_K.device)
-        bounds = torch.searchsorted(answer_K[order_K], firsts).tolist()
-        each_K = torch.zeros(len(answer_K), dtype=torch.promote_types(head_vD.dtype, torch.float32), device=hidden_KD.device)
-        right_K, counts_K = (torch.zeros(len(answer_K), dtype=torch.bool, device=hidden_KD.device) for _ in range(2))
-        grad_hidden, grad_head = torch.zeros_like(hidden_KD), torch.zeros_like(head_vD, dtype=each_K.dtype)
-        weight_K = weight_K.to(each_K.dtype)
-        for first, low, high in zip(range(0, answers, count), bounds, bounds[1:], strict=False):
+        ctx: Any,
+        hidden_KD: Tensor,
+        head_vD: Tensor,
+        position_K: Tensor,
+        weight_K: Tensor,
+        positions: int,
+        target_logits: Callable[[slice], Tensor],
+        draft_ids_v: Tensor | None,
+        chunk_rows: int,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        order_K = position_K.argsort(stable=True)
+        firsts = torch.arange(0, positions + chunk_rows, chunk_rows, device=position_K.device)
+        bounds = torch.searchsorted(position_K[order_K], firsts).tolist()
+        dtype = torch.promote_types(head_vD.dtype, torch.float32)
+        loss_K = torch.zeros(len(position_K), dtype=dtype, device=hidden_KD.device)
+        is_correct_K = torch.zeros(len(position_K), dtype=torch.bool, device=hidden_KD.device)
+        is_counted_K = torch.zeros_like(is_correct_K)
+        grad_hidden_KD = torch.zeros_like(hidden_KD)
+        grad_head_vD = torch.zeros_like(head_vD, dtype=dtype)
+        weight_K = weight_K.to(dtype)
+        for first, low, high in zip(range(0, positions, chunk_rows), bounds, bounds[1:], strict=False):
             if low == high:
                 continue
-            rows, true_CV = order_K[low:high], teacher(slice(first, min(answers, first + count)))
-            best_C, p_Cv = _restricted(true_CV, draft_ids_v)
-            at, hidden_nD = answer_K[rows] - first, hidden_KD[rows]
-            logits_nv, p_nv = F.linear(hidden_nD, head_vD), p_Cv[at]
-            counts, best = best_C[at] >= 0, best_C[at]
+            rows_n = order_K[low:high]  # the predictions that are compared with this chunk of positions
+            best_C, p_Cv = _restricted(target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v)
+            chunk_row_n = position_K[rows_n] - first
+            hidden_nD, p_nv, best_n = hidden_KD[rows_n], p_Cv[chunk_row_n], best_C[chunk_row_n]
+            logits_nv = F.linear(hidden_nD, head_vD)
             log_q_nv = _at_least_float32(logits_nv).log_softmax(-1)
-            each_K[rows] = (p_nv * log_q_nv).sum(-1).neg_() * counts
-            right_K[rows], counts_K[rows] = (logits_nv.argmax(-1) == best) & counts, counts
-            if wanted:
-                grad_nv = log_q_nv.exp_().sub_(p_nv).mul_((weight_K[rows] * counts)[:, None]).to(logits_nv.dtype)
-                grad_hidden[rows] = (grad_nv @ head_vD).to(grad_hidden.dtype)
-                grad_head += grad_nv.T @ hidden_nD
-        ctx.save_for_backward(grad_hidden, grad_head.to(head_vD.dtype))
-        ctx.mark_non_differentiable(each_K, right_K, counts_K)
-        return (each_K * weight_K).sum(), each_K, right_K, counts_K
+            is_counted_n = best_n >= 0
+            loss_K[rows_n] = (p_nv * log_q_nv).sum(-1).neg_() * is_counted_n
+            is_correct_K[rows_n] = (logits_nv.argmax(-1) == best_n) & is_counted_n
+            is_counted_K[rows_n] = is_counted_n
+            if needs_grad:
+                grad_nv = log_q_nv.exp_().sub_(p_nv).mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
+                grad_hidden_KD[rows_n] = (grad_nv @ head_vD).to(grad_hidden_KD.dtype)
+                grad_head_vD += grad_nv.T @ hidden_nD
+        ctx.save_for_backward(grad_hidden_KD, grad_head_vD.to(head_vD.dtype))
+        ctx.mark_non_differentiable(loss_K, is_correct_K, is_counted_K)
+        return (loss_K * weight_K).sum(), loss_K, is_correct_K, is_counted_K
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * outer.to(grad_hidden.dtype), grad_head * outer.to(grad_head.dtype), *[None] * 7
+        grad_hidden_KD, grad_head_vD = ctx.saved_tensors
+        return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head_vD * outer.to(grad_head_vD.dtype), *[None] * 7
 
 
 def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's best token as a draft id (-1: not in the draft vocabulary) [C], and its law over the draft vocabulary [C, v]."""
+    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p over the draft vocabulary [C, v]."""
     best_C = true_CV.argmax(-1)
     if draft_ids_v is None:
         return best_C, _at_least_float32(true_CV).softmax(-1)
-    place_C = torch.searchsorted(draft_ids_v, best_C).clamp(max=len(draft_ids_v) - 1)
-    known_C = draft_ids_v[place_C] == best_C
-    return torch.where(known_C, place_C, -1), _at_least_float32(true_CV[:, draft_ids_v]).softmax(-1)
+    draft_id_C = torch.searchsorted(draft_ids_v, best_C).clamp(max=len(draft_ids_v) - 1)
+    is_known_C = draft_ids_v[draft_id_C] == best_C
+    return torch.where(is_known_C, draft_id_C, -1), _at_least_float32(true_CV[:, draft_ids_v]).softmax(-1)
 
 
-def _rows_in(elements: int, vocab_size: int) -> int:
-    return max(1, elements // vocab_size)
+def _rows_in(elements: int, row_elements: int) -> int:
+    """Rows of a chunk of at most so many elements."""
+    return max(1, elements // row_elements)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Half precision is summed in float32; float64 stays."""
+    """Half precision as float32; float32 and float64 unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -20,7 +20,7 @@ import processes
 from eyas.cli import features
 from eyas.train import alpha
 from eyas.train.data import read
-from eyas.train.store import Store
+from eyas.train.store import FeatureStore
 
 Run = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...],
     assert f"{tmp_path / 'store'} is complete: " in result.stderr.splitlines()[-1]
     assert "every checksum is right" in run("features", "--output", tmp_path / "store", "--verify").stderr
     stored, data = (
-        Store(tmp_path / "store").data(),
+        FeatureStore(tmp_path / "store").data(),
         read(chats, AutoTokenizer.from_pretrained(world / "llama"), max_length=64, heldout=0.005),
     )
     assert list(stored.train) == list(data.train)
@@ -77,7 +77,7 @@ def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...],
 def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """One of two machines: its part is said, trained from with a note, and the other part completes it without reading the data again."""
     first = run(*command, "--part", "1/2")
-    shards = len(Store(tmp_path / "store").manifest.shards)
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert f"to be made: {(shards + 1) // 2} of {shards} shards" in first.stderr
     assert "this part is done; " in first.stderr
     own = ("--method", "eagle3", "--head.layers", "0,1,2", "--features", tmp_path / "store")
@@ -91,19 +91,19 @@ def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], t
 
 
 def test_ctrl_c_keeps_whole_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, calls = Store.put, list[int]()
+    put, calls = FeatureStore.write_shard, list[int]()
 
-    def interrupted(self: Store, shard: int, found: Any) -> None:
+    def interrupted(self: FeatureStore, shard: int, found: Any) -> None:
         calls.append(shard)
         if len(calls) == 3:
             raise KeyboardInterrupt
         put(self, shard, found)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "put", interrupted)
+        patch.setattr(FeatureStore, "write_shard", interrupted)
         result = run(*command)
     assert result.exit_code == 130
-    shards = len(Store(tmp_path / "store").manifest.shards)
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert result.stderr.splitlines()[-1] == (
         f"eyas: interrupted: 2 of {shards} shards are whole in {tmp_path / 'store'}; the same command goes on"
     )
@@ -123,7 +123,7 @@ def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world
     with processes.started([sys.executable, "-m", "eyas", *large], stderr=subprocess.PIPE, env=processes.environment()) as process:
         processes.wait_until(lambda: len(list((tmp_path / "store").glob("shard-*"))) >= 3, process)
         process.send_signal(signal.SIGKILL)
-    store = Store(tmp_path / "store")
+    store = FeatureStore(tmp_path / "store")
     left = len(store.missing())
     assert 0 < left < len(store.manifest.shards) - 2
     assert store.verify() == []
@@ -204,16 +204,16 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
     assert "is complete" in result.stderr
     assert len(told) == 3
     shards = [int(i) for arguments in told for i in arguments[arguments.index("--only") + 1].split(",")]
-    assert sorted(shards) == list(range(len(Store(tmp_path / "store").manifest.shards)))
+    assert sorted(shards) == list(range(len(FeatureStore(tmp_path / "store").manifest.shards)))
     assert all(arguments[1:4] == ["-m", "eyas", "features"] for arguments in told)
 
 
 def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """Killed, the first process cannot end the others: they must not go on unseen for days."""
     assert run(*command, "--part", "1/4").exit_code == 0
-    before = Store(tmp_path / "store").missing()
+    before = FeatureStore(tmp_path / "store").missing()
     assert run(*command, "--only", before[0], "--of", os.getppid() + 1).exit_code == 130
-    assert Store(tmp_path / "store").missing() == before
+    assert FeatureStore(tmp_path / "store").missing() == before
 
 
 def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Pat
     monkeypatch.setattr(subprocess, "Popen", start)
     result = run(*command, "--workers", 2)
     assert result.exit_code == 2
-    shards = len(Store(tmp_path / "store").manifest.shards)
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert result.stderr.splitlines()[-1] == (
         f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
     )
@@ -273,5 +273,6 @@ def test_what_cannot_be_trained_is_refused(run: Run, command: tuple[object, ...]
     assert "was made with max_length 64, so it cannot be 32" in run(*train, "--max-length", 32).stderr
     held = json.loads((tmp_path / "store" / "manifest.json").read_text())
     held["tokenizer"]["chat template"] = "0" * 64
+    del held["sha256"]  # as manifests of earlier versions
     (tmp_path / "store" / "manifest.json").write_text(json.dumps(held))
     assert "was made with another tokenizer" in run(*train).stderr

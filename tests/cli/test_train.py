@@ -110,16 +110,17 @@ def test_interrupted_and_resumed_is_the_same_head(
     """Ctrl-C after the third step; the same command goes on, to the same bits as without it."""
     assert run(*command).exit_code == 0
     whole = load_file(tmp_path / "new" / "model.safetensors")
-    advance = loop._Run.advance
+    train_step = loop.train_step
 
-    def interrupted(self: Any) -> None:
-        advance(self)
-        if self.step == 3:
+    def interrupted(setup: Any, loss_function: Any, optimizer: Any, state: Any) -> Any:
+        figures = train_step(setup, loss_function, optimizer, state)
+        if state.step == 3:
             raise KeyboardInterrupt
+        return figures
 
     other = tuple(tmp_path / "other" if part == tmp_path / "new" else part for part in command)
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "advance", interrupted)
+        patch.setattr(loop, "train_step", interrupted)
         result = run(*other)
     assert result.exit_code == 130
     assert f"eyas: interrupted: step 3 of 6 is saved in {tmp_path / 'other'}; the same command goes on" in result.stderr

@@ -19,7 +19,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
 from eyas.errors import CheckpointError, OptionError
-from eyas.train.features import studied
+from eyas.train.features import layers_for_training
 from heads import LAWS, make
 from reference import plain_decode, run
 
@@ -282,7 +282,7 @@ def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> Non
 
 def test_what_is_studied(target: Target) -> None:
     """Guards `eyas features`: the final feature is all that the loss reads."""
-    assert studied(target, [(Method, None)]) == (target.num_layers,) == make("medusa", target).train_feature_layers
+    assert layers_for_training(target, [(Method, None)]) == (target.num_layers,) == make("medusa", target).train_feature_layers
 
 
 def test_chains_are_no_deeper_than_heads(target: Target) -> None:

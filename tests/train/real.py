@@ -19,7 +19,7 @@ from eyas.errors import EyasError
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
 from eyas.train.features import batch_of
-from eyas.train.loop import Outcome, train
+from eyas.train.loop import TrainResult, train
 from eyas.train.vocab import count_tokens
 from heads import language
 from train import toy
@@ -43,7 +43,7 @@ def batch(drafter: Drafter) -> Batch:
     return batch_of(Batches(language(8, 0), 256), range(8), drafter)
 
 
-def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any) -> Outcome:
+def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any) -> TrainResult:
     torch.set_num_threads(1)
     config = TrainConfig(**{**CONFIG, **options})
     return train(drafter or head(name), language(30, 0), language(6, 1), config, folder, progress=more)

@@ -27,6 +27,14 @@ def test_last_prompt() -> None:
     assert last_prompt(Example(list(range(8)), counted)) == (0, 1, 2, 3, 4)
 
 
+def test_last_prompt_of_plain_text() -> None:
+    """Guards the mutant that took the whole text, or none of it: where every token counts there is no last answer, so half the text is
+    the prompt."""
+    assert last_prompt(Example([5, 6, 7, 8, 9], [True] * 5)) == (5, 6)
+    assert last_prompt(Example([5, 6, 7, 8], [True] * 4)) == (5, 6)
+    assert last_prompt(Example([5, 6, 7, 8], [False, True, True, True])) == (5,), "one token that does not count: a chat"
+
+
 def test_from_real_chains() -> None:
     """Guards the path that training takes."""
     figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=12)(

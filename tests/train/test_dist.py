@@ -63,7 +63,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         right["step"], right["position"], right["tokens"], right["best"]["step"],
     )  # fmt: skip
     assert_close(left["best"]["net"], right["best"]["net"])
-    for mine, theirs in zip(left["optimisers"], right["optimisers"], strict=True):
+    for mine, theirs in zip(left["optimizers"], right["optimizers"], strict=True):
         assert mine["state"].keys() == theirs["state"].keys()
         for i, entries in theirs["state"].items():
             assert_close(mine["state"][i], entries)
@@ -112,7 +112,7 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
     """The sum is bad for both; neither saves, and neither waits for the other."""
     said = together(real.broken_run, tmp_path)
     assert said[0] == said[1]
-    assert "NaN or infinite at step 4; the state of step 3 stays" in said[0]
+    assert "NaN or infinite at step 4: start anew with a lower lr; the state of step 3 stays" in said[0]
     assert state(tmp_path)["step"] == 3
 
 

@@ -20,9 +20,9 @@ from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
 from eyas.train.data import Batches, Data, Example, Examples, Report
-from eyas.train.features import batch_of, fill, studied
+from eyas.train.features import batch_of, layers_for_training, write_features
 from eyas.train.loop import TrainConfig, train
-from eyas.train.store import Settings, Store, plan
+from eyas.train.store import REPAIR, FeatureSettings, FeatureStore, plan_store
 from train import toy
 
 LAYERS = (2, 4, 5, 8)  # what eagle3 reads of eight layers; eagle1 reads the last
@@ -46,25 +46,25 @@ def language(count: int, seed: int) -> Examples:
 DATA = Data(language(30, 0), language(6, 1), Report(lines=37, bad=1, problems=["chat.jsonl:7: not JSON"], examples=36), "d" * 64)
 
 
-def settings(target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000) -> Settings:
-    return Settings(
+def settings(target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000) -> FeatureSettings:
+    return FeatureSettings(
         {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}, {"vocabulary": "v", "chat template": "t"},
         tuple(layers), target.hidden_size, dtype, {"files": [{"name": "chat.jsonl", "sha256": "d" * 64}], "sha256": "d" * 64}, 64, 0.05,
         shard_bytes,
     )  # fmt: skip
 
 
-def begun(folder: Path, target: Target, **options: Any) -> Store:
+def begun(folder: Path, target: Target, **options: Any) -> FeatureStore:
     folder.mkdir(parents=True, exist_ok=True)
-    plan(settings(target, **options), DATA, {"eyas": "0"}).write(folder)
-    return Store(folder)
+    plan_store(settings(target, **options), DATA, {"eyas": "0"}).write(folder)
+    return FeatureStore(folder)
 
 
-def made(folder: Path, target: Target, batch_tokens: int = 128, **options: Any) -> Store:
+def made(folder: Path, target: Target, batch_tokens: int = 128, **options: Any) -> FeatureStore:
     store = begun(folder, target, **options)
-    fill(store, target, store.missing(), batch_tokens)
+    write_features(store, target, store.missing(), batch_tokens)
     assert store.finish()
-    return Store(folder)
+    return FeatureStore(folder)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: 
     """Guards the order of examples and layers, the held-out split and the packing. Float32: equal up to the order of sums in another
     batch; bfloat16: within its rounding (2^-8 of a feature), and not equal, or it was not what had been read."""
     online = losses(target, method, DATA, tmp_path / "online")
-    assert losses(target, method, Store(folder).data(), tmp_path / "disk") == pytest.approx(online, rel=2e-6)
+    assert losses(target, method, FeatureStore(folder).data(), tmp_path / "disk") == pytest.approx(online, rel=2e-6)
     halved = losses(target, method, made(tmp_path / "half", target, dtype="bfloat16").data(), tmp_path / "halved")
     assert halved == pytest.approx(online, rel=0.01)
     assert halved != online
@@ -107,7 +107,7 @@ def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
     """The whole record of a batch, for layers in another order than they are stored in."""
     drafter = drafters.find("eagle3").random(target)
     drafter.feature_layers = (5, 2, 4)
-    online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, Store(folder).data().train))
+    online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, FeatureStore(folder).data().train))
     assert torch.equal(online.tokens_N, disk.tokens_N)
     assert torch.equal(online.counted_N, disk.counted_N)
     assert online.documents == disk.documents
@@ -116,7 +116,7 @@ def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
 
 
 def test_the_examples_are_those_of_the_data(folder: Path) -> None:
-    data = Store(folder).data()
+    data = FeatureStore(folder).data()
     assert list(data.train) == list(DATA.train)
     assert list(data.heldout) == list(DATA.heldout)
     assert data.train[2:4] == [DATA.train[2], DATA.train[3]]
@@ -127,7 +127,7 @@ def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Targ
     """One example at a time or many: padding must not leak into what the target sees."""
     alone = made(tmp_path, target, batch_tokens=40)
     for i in range(36):
-        torch.testing.assert_close(alone.features(i, LAYERS), Store(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(alone.features(i, LAYERS), FeatureStore(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5)
 
 
 def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,18 +136,18 @@ def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
     heads = {name: kind.random(target) for name, kind in kinds.items()}
     for name, kind in kinds.items():
         monkeypatch.setattr(kind, "random", None)
-        assert set(heads[name].train_feature_layers) == set(studied(target, [(kind, None)]))
-    assert studied(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
-    assert studied(target, [(kinds["eagle3"], None)]) == LAYERS
-    assert studied(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
+        assert set(heads[name].train_feature_layers) == set(layers_for_training(target, [(kind, None)]))
+    assert layers_for_training(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
+    assert layers_for_training(target, [(kinds["eagle3"], None)]) == LAYERS
+    assert layers_for_training(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
     with pytest.raises(OptionError, match="vanilla has nothing to train"):
-        studied(target, [(drafters.find("vanilla"), None)])
+        layers_for_training(target, [(drafters.find("vanilla"), None)])
 
 
 def test_layers_of_a_method_of_the_users_own(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not tell without a net: then one is made."""
     monkeypatch.setattr(toy.Toy, "random", lambda *_: toy.Toy())
-    assert studied(target, [(toy.Toy, None)]) == (1,)
+    assert layers_for_training(target, [(toy.Toy, None)]) == (1,)
 
 
 # --- what is written -----------------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def test_the_manifest(folder: Path, target: Target) -> None:
 def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
     """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out examples."""
     store = begun(tmp_path, target)
-    fill(store, target, [1, 4, 2, 3], 128)
-    data = Store(tmp_path).data()
+    write_features(store, target, [1, 4, 2, 3], 128)
+    data = FeatureStore(tmp_path).data()
     numbers = [*data.train.numbers, *data.heldout.numbers]  # type: ignore[attr-defined]
     assert len(data.heldout) >= 1
     assert min(numbers) < 10
@@ -190,13 +190,13 @@ def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
 def test_going_on_gives_the_same_bytes(tmp_path: Path, target: Target, folder: Path) -> None:
     """Some shards now, the others later, in another order."""
     store = begun(tmp_path, target)
-    fill(store, target, [3, 1], 128)
+    write_features(store, target, [3, 1], 128)
     assert not store.finish()
     with pytest.raises(EyasError):
-        Store(tmp_path / "nowhere")
-    later = Store(tmp_path)
+        FeatureStore(tmp_path / "nowhere")
+    later = FeatureStore(tmp_path)
     assert 3 not in later.missing()
-    fill(later, target, later.missing()[::-1], 128)
+    write_features(later, target, later.missing()[::-1], 128)
     assert later.finish()
     for file in folder.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytes
 
     def fsync(number: int) -> None:
         calls.append(number)
-        if len(calls) == 3:
+        if len(calls) == 5:  # a file, its folder, a file, its folder, a file
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(number)
 
@@ -220,10 +220,10 @@ def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytes
         with pytest.raises(
             InputError, match=r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run"
         ):
-            fill(store, target, store.missing(), 128)
+            write_features(store, target, store.missing(), 128)
     assert not list(tmp_path.glob(".*"))
-    assert 0 < len(Store(tmp_path).data().train) < 30
-    fill(store, target, store.missing(), 128)
+    assert 0 < len(FeatureStore(tmp_path).data().train) < 30
+    write_features(store, target, store.missing(), 128)
     assert store.finish()
 
 
@@ -243,8 +243,8 @@ def read_all(data: Data) -> None:
 def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
     """One bit of a feature. Training that went on with it would be wrong without a sign."""
     broken(copy / "shard-00002.safetensors", -5)
-    store = Store(copy)
-    assert store.verify() == [f"{copy}/shard-00002.safetensors is damaged: its checksum is another; {store._cure}"]
+    store = FeatureStore(copy)
+    assert store.verify() == [f"{copy}/shard-00002.safetensors is damaged: its checksum is another; {REPAIR}"]
     data = store.data()
     with pytest.raises(
         InputError, match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`"
@@ -257,11 +257,11 @@ def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:
     path = copy / "shard-00001.safetensors"
     size = path.stat().st_size
     os.truncate(path, size - 100)
-    store = Store(copy)
+    store = FeatureStore(copy)
     with pytest.raises(InputError, match=rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"):
         store.data()
     assert store.missing() == [1]
-    fill(store, target, [1], 128)
+    write_features(store, target, [1], 128)
     assert path.read_bytes() == (folder / path.name).read_bytes()
     os.truncate(path, 5)
     with pytest.raises(InputError, match="damaged: no header"):
@@ -273,13 +273,13 @@ def test_a_shard_of_other_features(copy: Path, tmp_path: Path, target: Target) -
     other = made(tmp_path / "other", Target(zoo.tiny("llama", num_hidden_layers=8, seed=5)))
     shutil.copy(other.path(0), copy)
     with pytest.raises(InputError, match=r"shard-00000.safetensors belongs to other features than manifest.json"):
-        Store(copy).data()
+        FeatureStore(copy).data()
 
 
 def test_damaged_examples_and_manifests(copy: Path) -> None:
     broken(copy / "examples.safetensors", -1)
     with pytest.raises(InputError, match="another checksum than the manifest says"):
-        Store(copy)
+        FeatureStore(copy)
     manifest = copy / "manifest.json"
     text = manifest.read_text()
     for content, said in (
@@ -288,21 +288,21 @@ def test_damaged_examples_and_manifests(copy: Path) -> None:
     ):  # fmt: skip
         manifest.write_text(content)
         with pytest.raises(InputError, match=said):
-            Store(copy)
+            FeatureStore(copy)
     manifest.unlink()
     with pytest.raises(InputError, match="holds no features"):
-        Store(copy)
+        FeatureStore(copy)
 
 
 def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: Target) -> None:
-    store = Store(folder)
+    store = FeatureStore(folder)
     store.check(target, None)
     with pytest.raises(InputError, match="features of another target: 'tiny-llama', not 'other'"):
         store.check(Target(zoo.tiny("llama", num_hidden_layers=8, seed=5), "other"), None)
     with pytest.raises(
         InputError, match="holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4"
     ):
-        store.need((2, 3, 6))
+        store.check_layers((2, 3, 6))
     with pytest.raises(InputError, match="also reads 0"):
         store.features(0, (0,))
 
@@ -329,13 +329,13 @@ def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(1e5)
     with pytest.raises(OptionError, match=r"features of this target reach [\d.e+]+, too large for float16: store bfloat16"):
-        fill(large, Target(model), [0], 128)
+        write_features(large, Target(model), [0], 128)
     with torch.no_grad():
         model.model.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(ModelError, match=r"features are NaN or infinite \(after layer 3\)"):
-        fill(large, Target(model), [0], 128)
+        write_features(large, Target(model), [0], 128)
     with pytest.raises(OptionError, match="batch_tokens is 16, the longest example has"):
-        fill(large, target, [0], 16)
+        write_features(large, target, [0], 16)
 
 
 def test_shards_stay_in_their_folder(copy: Path) -> None:
@@ -343,6 +343,7 @@ def test_shards_stay_in_their_folder(copy: Path) -> None:
     path = copy / "manifest.json"
     held = json.loads(path.read_text())
     held["shards"][0]["file"] = "../elsewhere.safetensors"
+    del held["sha256"]  # who makes such a manifest would write the right one
     path.write_text(json.dumps(held))
     with pytest.raises(InputError, match="names a shard outside of its folder"):
-        Store(copy)
+        FeatureStore(copy)

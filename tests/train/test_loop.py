@@ -22,11 +22,12 @@ import eyas
 from eyas import checkpoints
 from eyas.drafters.vanilla import Method as Vanilla
 from eyas.errors import EyasError, FitError, InputError, OptionError
-from eyas.train import loop
+from eyas.train import loop, setup
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
-from eyas.train.loop import Outcome, train
+from eyas.train.loop import TrainResult, train
 from eyas.train.progress import Progress, bar
+from eyas.train.reporter import Reporter
 from processes import wait_until
 from train import real, toy
 from train.together import CONTEXT
@@ -177,7 +178,7 @@ def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
 def test_bf16_autocast_keeps_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Toy()
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
+        patch.setattr(setup, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
         run(tmp_path, drafter, precision="bf16", steps=3)
     assert all(value.dtype == torch.float32 for value in drafter.net.state_dict().values())
     run(tmp_path / "plain", precision="float32", steps=3)
@@ -210,7 +211,7 @@ def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
 def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated bf16 is several times slower than float32: what was asked for is not done, and said; auto says nothing."""
     notes: list[str] = []
-    monkeypatch.setattr(loop, "has_bf16", lambda device: False)
+    monkeypatch.setattr(setup, "has_bf16", lambda device: False)
     for precision in ("float32", "bf16", "auto"):
         run(tmp_path / precision, more=lambda now: notes.append(now.note), precision=precision, steps=3)
     assert [note for note in notes if "bfloat16" in note] == ["this cpu has no bfloat16 instructions: training in float32"]
@@ -254,23 +255,29 @@ def test_an_evaluation_that_dies_loses_no_step(
 ) -> None:
     """Ended without warning in the evaluation, before or after its line of the log: the step is kept, the line is not there twice, and the
     best head, the weights and the log are those of an undisturbed run. The first, a middle and the last evaluation."""
-    evaluate, write = loop._Run._heldout_figures, loop._Run._write
+    evaluate, write = loop.evaluate_heldout, Reporter.write
 
     class CrashError(Exception):
         pass
 
-    def crash(self: Any, line: Any = None) -> Any:
-        if self.step == step and (line is None or "heldout" in line):
-            if line is not None:
-                write(self, line)
+    def evaluate_and_crash(setup: Any, at: int, more_figures: Any) -> Any:
+        if at == step:
             raise CrashError
-        return evaluate(self) if line is None else write(self, line)
+        return evaluate(setup, at, more_figures)
+
+    def write_and_crash(self: Reporter, line: Any) -> None:
+        write(self, line)
+        if self.state.step == step and "heldout" in line:
+            raise CrashError
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_write" if written else "_heldout_figures", crash)
+        if written:
+            patch.setattr(Reporter, "write", write_and_crash)
+        else:
+            patch.setattr(loop, "evaluate_heldout", evaluate_and_crash)
         with pytest.raises(CrashError):
             run(tmp_path)
-    assert (state(tmp_path)["step"], state(tmp_path)["evaluated"]) == (step, step - 3)
+    assert (state(tmp_path)["step"], state(tmp_path)["evaluated_step"]) == (step, step - 3)
     assert (log(tmp_path)[-1]["step"], "heldout" in log(tmp_path)[-1]) == (step if written or step % 2 == 0 else step - 1, written)
     drafter = Toy()
     outcome = run(tmp_path, drafter)
@@ -433,7 +440,7 @@ def test_an_interrupt_inside_the_update_keeps_the_last_whole_state(
 
 def test_not_in_the_main_thread(tmp_path: Path) -> None:
     """Python refuses signal handlers there; training goes on without."""
-    found: list[Outcome] = []
+    found: list[TrainResult] = []
     thread = threading.Thread(target=lambda: found.append(run(tmp_path, steps=3)))
     thread.start()
     thread.join()
@@ -443,7 +450,7 @@ def test_not_in_the_main_thread(tmp_path: Path) -> None:
 def test_nan_stops_and_keeps_the_last_good_state(tmp_path: Path) -> None:
     drafter = Toy()
     drafter.bad_from = 14  # two losses a step: step 8 is bad
-    with pytest.raises(EyasError, match=r"NaN or infinite at step 8; the state of step 6 stays in .*; start anew with a lower lr") as told:
+    with pytest.raises(EyasError, match=r"NaN or infinite at step 8: start anew with a lower lr; the state of step 6 stays in ") as told:
         run(tmp_path, drafter, save_every=3)
     assert "\n" not in str(told.value)
     assert state(tmp_path)["step"] == 6

@@ -17,7 +17,7 @@ from eyas.train import trackers, vocab
 from eyas.train._process import flushed_denormals, frozen
 from eyas.train.config import TrainConfig
 from eyas.train.data import Example
-from eyas.train.optim import Optimiser
+from eyas.train.optim import HeadOptimizer
 from train import real, toy
 
 
@@ -31,7 +31,7 @@ def test_muon_is_for_the_matrices_inside() -> None:
     head = real.head("eagle3")
     assert head.net is not None
     named = {id(value): name for name, value in head.net.named_parameters()}
-    muon, adamw = Optimiser(head.net, TrainConfig(optimizer="muon"), torch.device("cpu")).parts
+    muon, adamw = HeadOptimizer(head.net, TrainConfig(optimizer="muon"), torch.device("cpu")).optimizers
     groups = [{named[id(value)] for value in part.param_groups[0]["params"]} for part in (muon, adamw)]
     assert {"fc.weight", "layer.attention.q.weight", "layer.mlp.down.weight"} <= groups[0]
     assert groups[1] == {"head.weight", "norm.weight", "layer.mlp_norm.weight", "layer.embed_norm.weight", "layer.hidden_norm.weight"}
@@ -43,14 +43,14 @@ def test_muon_takes_steps_of_the_size_of_adamws() -> None:
     for shape in ((64, 64), (128, 32), (32, 128)):
         net = nn.Linear(shape[1], shape[0], bias=False)
         before = net.weight.detach().clone()
-        optimiser = Optimiser(net, TrainConfig(optimizer="muon"), torch.device("cpu"))
+        optimizer = HeadOptimizer(net, TrainConfig(optimizer="muon"), torch.device("cpu"))
         net.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        optimiser.step(1e-2)
+        optimizer.step(1e-2)
         assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(2e-3, rel=0.3)
 
 
 def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits of the weights and of both optimisers' states."""
+    """Bits of the weights and of both optimizers' states."""
     monkeypatch.setattr(checkpoints, "save", toy.save_toy)
 
     def interrupt(now: Any) -> None:
@@ -62,8 +62,8 @@ def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     toy.run(tmp_path / "parts", optimizer="muon")
     whole, parts = (torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts"))
     assert all(torch.equal(value, parts["net"][name]) for name, value in whole["net"].items())
-    assert [len(part["state"]) for part in whole["optimisers"]] == [2, 2]
-    for mine, theirs in zip(parts["optimisers"], whole["optimisers"], strict=True):
+    assert [len(part["state"]) for part in whole["optimizers"]] == [2, 2]
+    for mine, theirs in zip(parts["optimizers"], whole["optimizers"], strict=True):
         for i, entries in theirs["state"].items():
             assert all(torch.equal(value, mine["state"][i][name]) for name, value in entries.items())
     toy.run(tmp_path / "adamw")
@@ -119,7 +119,7 @@ def test_examples_beyond_the_targets_context_are_refused(tmp_path: Path) -> None
 
 def test_which_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing. In portions, the last one smaller."""
-    monkeypatch.setattr(vocab, "AT_ONCE", 3)
+    monkeypatch.setattr(vocab, "TOKENS_AT_ONCE", 3)
     examples = [Example([5, 5, 5, 6, 2], [True, True, True, False, True]), Example([1, 2, 3, 3, 3], [True] * 5), Example([4], [True])]
     assert vocab.count_tokens(examples, 8).tolist() == [0, 0, 1, 3, 0, 1, 0, 0]
     assert vocab.count_tokens([], 3).tolist() == [0, 0, 0]

@@ -20,7 +20,16 @@ from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import InputError
 from eyas.text import render
-from eyas.train.regenerate import Answered, Line, Manner, Talk, Unanswered, answer, read_lines, talk_of
+from eyas.train.regenerate import (
+    Conversation,
+    DataLine,
+    GenerationSettings,
+    Regenerated,
+    Skipped,
+    parse_conversation,
+    read_lines,
+    regenerate,
+)
 from reference import plain_decode
 
 WORDS = tokenizer()
@@ -34,8 +43,8 @@ def drafter() -> Drafter:
     return drafters.find("vanilla")(target)
 
 
-def line(record: Any, number: int = 1) -> Line:
-    return Line(f"chat.jsonl:{number}", json.dumps(record).encode())
+def line(record: Any, number: int = 1) -> DataLine:
+    return DataLine(f"chat.jsonl:{number}", json.dumps(record).encode())
 
 
 def chat(*contents: str, first: str = "user") -> dict[str, Any]:
@@ -46,13 +55,13 @@ def chat(*contents: str, first: str = "user") -> dict[str, Any]:
 CHATS = [chat("hello", "x", "why", "y"), chat("one", "z"), chat("what is this", "a", "and that", "b", "so?", "c"), chat("bye")]
 
 
-def answered(drafter: Drafter, records: Sequence[Any], manner: Manner, rows: int = 2) -> list[Answered | Unanswered]:
-    talks = [talk_of(line(record, i), manner) for i, record in enumerate(records)]
-    found = list(answer(drafter, WORDS, EOS, talks, manner, rows))
-    return sorted(found, key=lambda one: talks.index(one.talk))
+def answered(drafter: Drafter, records: Sequence[Any], manner: GenerationSettings, rows: int = 2) -> list[Regenerated | Skipped]:
+    talks = [parse_conversation(line(record, i), manner) for i, record in enumerate(records)]
+    found = list(regenerate(drafter, WORDS, EOS, talks, manner, rows))
+    return sorted(found, key=lambda one: talks.index(one.conversation))
 
 
-def plainly(drafter: Drafter, talk: Talk, manner: Manner, seed: int) -> list[str]:
+def plainly(drafter: Drafter, talk: Conversation, manner: GenerationSettings, seed: int) -> list[str]:
     """The replies, turn by turn, each from forwards over the whole conversation so far."""
     messages, replies = list(talk.messages[: talk.turns[0]]), list[str]()
     for turn, after in zip(talk.turns, [*talk.turns[1:], None], strict=True):
@@ -66,28 +75,30 @@ def plainly(drafter: Drafter, talk: Talk, manner: Manner, seed: int) -> list[str
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     """Guards the conversation so far (regenerated turns, not those of the data), and keys and values that are used again."""
-    manner = Manner(max_new_tokens=12)
+    manner = GenerationSettings(max_new_tokens=12)
     found = answered(drafter, CHATS, manner, rows)
     assert len(found) == 4
     for one, record in zip(found, CHATS, strict=True):
-        assert isinstance(one, Answered)
+        assert isinstance(one, Regenerated)
         said = [message["content"] for message in one.messages if message["role"] == "assistant"]
-        assert said == plainly(drafter, one.talk, manner, 0)
+        assert said == plainly(drafter, one.conversation, manner, 0)
         asked = [message for message in one.messages if message["role"] == "user"]
         assert asked == [message for message in record["messages"] if message["role"] == "user"]
         assert len(one.finish) == len(one.tokens) == len(said)
         assert all(finish == ("length" if count == 12 else "stop") for finish, count in zip(one.finish, one.tokens, strict=True))
-    assert {finish for one in found if isinstance(one, Answered) for finish in one.finish} == {"length", "stop"}
+    assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
 def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on as if it had not been."""
-    manner = Manner(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
-    whole = [one.messages for one in answered(drafter, CHATS, manner, 3) if isinstance(one, Answered)]
+    manner = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
+    whole = [one.messages for one in answered(drafter, CHATS, manner, 3) if isinstance(one, Regenerated)]
     order = [2, 0, 3, 1]
-    shuffled = [one.messages for one in answered(drafter, [CHATS[i] for i in order], manner, 1) if isinstance(one, Answered)]
+    shuffled = [one.messages for one in answered(drafter, [CHATS[i] for i in order], manner, 1) if isinstance(one, Regenerated)]
     assert shuffled == [whole[i] for i in order]
-    others = [one.messages for one in answered(drafter, CHATS, Manner(Sampling(0.9, seed=4), 10), 3) if isinstance(one, Answered)]
+    others = [
+        one.messages for one in answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3) if isinstance(one, Regenerated)
+    ]
     assert others != whole
     first = [m["content"] for one in whole for m in one[1:2]]
     assert len(set(first)) == 4
@@ -95,52 +106,54 @@ def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
 
 def test_a_draft_changes_nothing_but_the_speed(drafter: Drafter) -> None:
     """Any method: the same replies, and tau says what it saved."""
-    manner = Manner(max_new_tokens=12)
+    manner = GenerationSettings(max_new_tokens=12)
     eagle = drafters.find("eagle2").random(drafter.target, seed=1)
     mine, plain = answered(eagle, CHATS, manner, 3), answered(drafter, CHATS, manner, 3)
-    assert [one.messages for one in mine if isinstance(one, Answered)] == [one.messages for one in plain if isinstance(one, Answered)]
-    assert all(isinstance(one, Answered) and one.cycles <= one.emitted for one in mine)
+    assert [one.messages for one in mine if isinstance(one, Regenerated)] == [one.messages for one in plain if isinstance(one, Regenerated)]
+    assert all(isinstance(one, Regenerated) and one.cycles <= one.emitted for one in mine)
 
 
 def test_the_last_turn_only(drafter: Drafter) -> None:
-    (one,) = answered(drafter, CHATS[2:3], Manner(max_new_tokens=5, last_only=True))
-    assert isinstance(one, Answered)
+    (one,) = answered(drafter, CHATS[2:3], GenerationSettings(max_new_tokens=5, last_only=True))
+    assert isinstance(one, Regenerated)
     assert one.messages[:5] == CHATS[2]["messages"][:5]
     assert len(one.finish) == 1
-    assert [message["content"] for message in one.messages[5:]] == plainly(drafter, one.talk, Manner(max_new_tokens=5), 0)
+    assert [message["content"] for message in one.messages[5:]] == plainly(
+        drafter, one.conversation, GenerationSettings(max_new_tokens=5), 0
+    )
 
 
 def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
     """512 tokens: a first question that is too long is passed over, a later one ends the conversation before it, and a reply has the room
     that is left; the others go on."""
     records = [chat("x" * 511, "a"), chat("hi", "a", "y" * 600, "b"), chat("z" * 505, "a"), chat("hello", "x")]
-    manner = Manner(max_new_tokens=8)
+    manner = GenerationSettings(max_new_tokens=8)
     long, later, tight, fine = answered(drafter, records, manner)
-    assert isinstance(long, Unanswered)
+    assert isinstance(long, Skipped)
     assert not long.dropped
     assert "513 tokens before the reply do not fit the context of 512" in long.reason
-    assert isinstance(later, Answered)
+    assert isinstance(later, Regenerated)
     assert [message["role"] for message in later.messages] == ["user", "assistant"]
     assert "do not fit" in later.ended
-    assert isinstance(tight, Answered)
+    assert isinstance(tight, Regenerated)
     assert tight.tokens[0] <= 5
-    assert isinstance(fine, Answered)
+    assert isinstance(fine, Regenerated)
     assert fine.ended == ""
 
 
 def test_cut_replies_can_be_left_out(drafter: Drafter) -> None:
     """Kept, they are marked; dropped, the conversation ends before them."""
     chats = [chat(f"question {i}", "a", f"and then {i}", "b") for i in range(12)]
-    kept = [one for one in answered(drafter, chats, Manner(max_new_tokens=4), 4) if isinstance(one, Answered)]
+    kept = [one for one in answered(drafter, chats, GenerationSettings(max_new_tokens=4), 4) if isinstance(one, Regenerated)]
     cut = [next((i for i, finish in enumerate(one.finish) if finish == "length"), None) for one in kept]
     assert None in cut
     assert any(cut), "a conversation that is cut after a whole reply"
-    for one, at, before in zip(answered(drafter, chats, Manner(max_new_tokens=4, drop_cut=True), 4), cut, kept, strict=True):
+    for one, at, before in zip(answered(drafter, chats, GenerationSettings(max_new_tokens=4, drop_cut=True), 4), cut, kept, strict=True):
         if at == 0:
-            assert isinstance(one, Unanswered)
+            assert isinstance(one, Skipped)
             assert (one.dropped, one.tokens) == (True, 4)
         else:
-            assert isinstance(one, Answered)
+            assert isinstance(one, Regenerated)
             assert one.messages == (before.messages if at is None else before.messages[: 2 * at])
             assert bool(one.ended) == (at is not None)
 
@@ -158,8 +171,8 @@ GOOD: dict[str, tuple[Any, tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", GOOD)
 def test_which_turns_are_answered(name: str) -> None:
     record, turns = GOOD[name]
-    assert talk_of(line(record), Manner()).turns == turns
-    assert talk_of(line(record), Manner(last_only=True)).turns == turns[-1:]
+    assert parse_conversation(line(record), GenerationSettings()).turns == turns
+    assert parse_conversation(line(record), GenerationSettings(last_only=True)).turns == turns[-1:]
 
 
 TOOL = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "7"}, *chat("c", "d", first="assistant")["messages"]]}
@@ -176,21 +189,24 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_answered(name: str) -> None:
     record, words = BAD[name]
     with pytest.raises(InputError, match=words):
-        talk_of(line(record), Manner())
+        parse_conversation(line(record), GenerationSettings())
 
 
 def test_a_template_that_refuses(drafter: Drafter) -> None:
     """Its reason is handed on; the other conversations go on."""
     words = tokenizer()
     words.chat_template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(words.chat_template)
-    manner = Manner(max_new_tokens=3)
-    talks = [talk_of(line(record), manner) for record in [chat("a", "b", "c", "d"), chat("q", "r"), chat("w", "a", "b", first="assistant")]]
-    found = {id(one.talk): one for one in answer(drafter, words, EOS, talks, manner, 2)}
+    manner = GenerationSettings(max_new_tokens=3)
+    talks = [
+        parse_conversation(line(record), manner)
+        for record in [chat("a", "b", "c", "d"), chat("q", "r"), chat("w", "a", "b", first="assistant")]
+    ]
+    found = {id(one.conversation): one for one in regenerate(drafter, words, EOS, talks, manner, 2)}
     first, second, third = (found[id(talk)] for talk in talks)
-    assert isinstance(first, Answered)
+    assert isinstance(first, Regenerated)
     assert (len(first.finish), "too many" in first.ended) == (1, True)
-    assert isinstance(second, Answered)
-    assert isinstance(third, Answered)
+    assert isinstance(second, Regenerated)
+    assert isinstance(third, Regenerated)
 
 
 def test_keys_follow_the_content(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from eyas.core.drafter import Batch, Drafter, DraftSession, Loss
 from eyas.core.target import Target
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.train.data import Example, Examples
-from eyas.train.loop import Outcome, TrainConfig, train
+from eyas.train.loop import TrainConfig, TrainResult, train
 
 VOCAB, WIDTH = 23, 8
 
@@ -118,7 +118,9 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(folder: Path, drafter: Toy | None = None, *, heldout: int = 6, resume: bool = True, more: Any = None, **options: Any) -> Outcome:
+def run(
+    folder: Path, drafter: Toy | None = None, *, heldout: int = 6, resume: bool = True, more: Any = None, **options: Any
+) -> TrainResult:
     """One run with the usual options."""
     config = TrainConfig(**{**CONFIG, **{name: value for name, value in options.items() if name != "evaluate"}})
     return train(

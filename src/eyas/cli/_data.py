@@ -53,9 +53,9 @@ def training_data(llm: LLM, given: Mapping[str, Any], config: TrainConfig) -> tu
         data = read_data(llm, given["data"], config.max_length, config.heldout)
         about = {"files": [Path(path).name for path in given["data"]], "sha256": data_hash(given["data"]), "report": str(data.report)}
         return data, {"data": about}
-    from eyas.train.store import Store
+    from eyas.train.store import FeatureStore
 
-    store = Store(Path(given["features"]))
+    store = FeatureStore(Path(given["features"]))
     store.check(llm.target, llm.tokenizer)
     data, made = store.data(), store.settings
     every, there = len(store.lengths), len(data.train) + len(data.heldout)
@@ -68,10 +68,10 @@ def training_data(llm: LLM, given: Mapping[str, Any], config: TrainConfig) -> tu
 
 def check_layers(data: Data, drafter: Drafter) -> None:
     """InputError when the features lack layers that the method's loss reads."""
-    from eyas.train.store import Stored
+    from eyas.train.store import StoredExamples
 
-    if isinstance(data.train, Stored):
-        data.train.store.need(drafter.train_feature_layers)
+    if isinstance(data.train, StoredExamples):
+        data.train.store.check_layers(drafter.train_feature_layers)
 
 
 def read_data(llm: LLM, paths: Sequence[str], max_length: int, heldout: float) -> Data:

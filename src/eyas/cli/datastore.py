@@ -98,10 +98,10 @@ def _said(folder: Path, manifest: Manifest) -> str:
 
 def _settings(words: PreTrainedTokenizerBase, given: dict[str, Any]) -> Settings:
     from eyas.datastore import Settings
-    from eyas.train.store import identity
+    from eyas.train.store import tokenizer_identity
 
     name = given["tokenizer"] or given["target"] or "embedded"
-    return Settings(identity(words), name, max(words.get_vocab().values()) + 1, given["segment_tokens"])
+    return Settings(tokenizer_identity(words), name, max(words.get_vocab().values()) + 1, given["segment_tokens"])
 
 
 def _tokenizer(given: dict[str, Any]) -> PreTrainedTokenizerBase:

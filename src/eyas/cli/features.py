@@ -23,7 +23,7 @@ from eyas.errors import EyasError, InputError, OptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas.train.store import Manifest, Settings, Store
+    from eyas.train.store import FeatureSettings, FeatureStore, Manifest
 
 __all__ = ["command"]
 
@@ -71,18 +71,18 @@ class _FeaturesCommand(MethodCommand):
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> int:
     """Write a target's features to disk, to train heads from."""
-    from eyas.train.store import Store
+    from eyas.train.store import FeatureStore
 
     folder = Path(given["output"]).expanduser()
     if given["verify"]:
-        return _verify(Store(folder))
+        return _verify(FeatureStore(folder))
     if not given["data"]:
         raise click.UsageError("Missing option '--data'", ctx)
     check_exact(given)
     first, step = _part(given["part"])
     devices = given["device"].split(",")
     llm = load({**given, **ITSELF, "device": devices[0]}, {})
-    store = Store(folder) if given["only"] else _planned(llm, folder, given, method_options(ctx), (first, step))
+    store = FeatureStore(folder) if given["only"] else _planned(llm, folder, given, method_options(ctx), (first, step))
     mine = [int(i) for i in given["only"].split(",")] if given["only"] else range(first, len(store.manifest.shards), step)
     todo = sorted(set(store.missing()) & set(mine))
     workers = min(given["workers"] or len(devices), max(1, len(todo)))
@@ -119,40 +119,40 @@ def _part(text: str) -> tuple[int, int]:
     return int(k) - 1, int(n)
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------------------
+# --- the plan ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _planned(llm: LLM, folder: Path, given: dict[str, Any], options: dict[str, Any], part: tuple[int, int]) -> Store:
+def _planned(llm: LLM, folder: Path, given: dict[str, Any], options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
     """The store to be filled: begun here, or found as this command began it. Says what it will take, and asks."""
     from eyas.train.record import versions
     from eyas.train.state import prepare
-    from eyas.train.store import MANIFEST, Store, plan
+    from eyas.train.store import MANIFEST_FILE, FeatureStore, plan_store
 
     settings = _settings(llm, given, options)
-    if (folder / MANIFEST).exists():
-        store = Store(folder)
+    if (folder / MANIFEST_FILE).exists():
+        store = FeatureStore(folder)
         other = store.settings.differences(settings, llm.target.is_named)
         if other:
             raise OptionError(f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or name another folder")
         _agree(store.manifest, folder, given, [i for i in store.missing() if i % part[1] == part[0]])
         return store
-    made = plan(settings, read_data(llm, given["data"], given["max_length"], given["heldout"]), versions())
+    made = plan_store(settings, read_data(llm, given["data"], given["max_length"], given["heldout"]), versions())
     _agree(made.manifest, folder, given, range(part[0], len(made.manifest.shards), part[1]))
     prepare(folder)
     made.write(folder)
-    return Store(folder)
+    return FeatureStore(folder)
 
 
-def _settings(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> Settings:
+def _settings(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> FeatureSettings:
     from eyas.train.data import data_hash
-    from eyas.train.store import Settings, identity
+    from eyas.train.store import FeatureSettings, tokenizer_identity
 
     if llm.tokenizer is None:
         raise InputError("this target has no tokenizer: name one with --tokenizer")
     target, files = llm.target, [{"name": Path(path).name, "sha256": data_hash(path)} for path in given["data"]]
-    return Settings(
+    return FeatureSettings(
         target={"name": target.name, "fingerprint": target.fingerprint(), "dtype": str(target.dtype).removeprefix("torch.")},
-        tokenizer=identity(llm.tokenizer),
+        tokenizer=tokenizer_identity(llm.tokenizer),
         layers=_layers(llm, given, options),
         hidden_size=target.hidden_size,
         dtype=given["store_dtype"],
@@ -167,7 +167,7 @@ def _layers(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> tuple[i
     """Those that are named, or those that the methods named study."""
     from eyas import drafters
     from eyas.core.drafter import build_options, flags
-    from eyas.train.features import studied
+    from eyas.train.features import layers_for_training
 
     last = llm.target.num_layers
     if given["layers"]:
@@ -182,7 +182,7 @@ def _layers(llm: LLM, given: dict[str, Any], options: dict[str, Any]) -> tuple[i
     known = [flags(kind.Options) for kind in kinds]
     unknown = {name for name in options if not any(name in own for own in known)}
     chosen = [{name: options[name] for name in options if name in own or name in unknown} for own in known]
-    return studied(llm.target, [(kind, build_options(kind.Options, own)) for kind, own in zip(kinds, chosen, strict=True)])
+    return layers_for_training(llm.target, [(kind, build_options(kind.Options, own)) for kind, own in zip(kinds, chosen, strict=True)])
 
 
 def _agree(manifest: Manifest, folder: Path, given: dict[str, Any], shards: Sequence[int]) -> None:
@@ -215,9 +215,9 @@ def _on_terminal() -> bool:
 # --- the work ------------------------------------------------------------------------------------------------------------------------
 
 
-def _work(llm: LLM, store: Store, todo: Sequence[int], given: dict[str, Any]) -> None:
+def _work(llm: LLM, store: FeatureStore, todo: Sequence[int], given: dict[str, Any]) -> None:
     """Make these shards in this process."""
-    from eyas.train.features import fill
+    from eyas.train.features import write_features
 
     with _bar(sum(store.manifest.shards[i].tokens for i in todo), hidden=bool(given["only"])) as show:
 
@@ -226,14 +226,14 @@ def _work(llm: LLM, store: Store, todo: Sequence[int], given: dict[str, Any]) ->
             if given["of"] not in (None, os.getppid()):
                 raise Interrupted("the process that began this one is gone")
 
-        fill(store, llm.target, todo, given["batch_tokens"], on_batch)
+        write_features(store, llm.target, todo, given["batch_tokens"], on_batch)
 
 
 class _Workers:
     """Processes that run this very command, each for some of the shards."""
 
     def __init__(
-        self, store: Store, todo: Sequence[int], count: int, devices: Sequence[str], called: Sequence[str], notes: Path
+        self, store: FeatureStore, todo: Sequence[int], count: int, devices: Sequence[str], called: Sequence[str], notes: Path
     ) -> None:  # fmt: skip
         """`notes`: a folder for what they say on stderr."""
         self.store, self.todo, self.count = store, todo, count
@@ -302,12 +302,12 @@ def _bar(total: int, unit: str = "tokens", hidden: bool = False) -> Iterator[Cal
 # --- the end -------------------------------------------------------------------------------------------------------------------------
 
 
-def _count(store: Store) -> str:
+def _count(store: FeatureStore) -> str:
     every = len(store.manifest.shards)
     return f"{every - len(store.missing())} of {every} shards"
 
 
-def _say(store: Store) -> None:
+def _say(store: FeatureStore) -> None:
     gib = sum(shard.bytes for shard in store.manifest.shards) / 2**30
     if store.finish():
         note(f"{store.folder} is complete: {_count(store)}, {store.manifest.tokens:,} tokens, {gib:,.2f} GiB")
@@ -315,7 +315,7 @@ def _say(store: Store) -> None:
         note(f"this part is done; {_count(store)} are in {store.folder}, the rest is for other parts")
 
 
-def _verify(store: Store) -> int:
+def _verify(store: FeatureStore) -> int:
     with _bar(sum(shard.bytes for shard in store.manifest.shards), "bytes") as show:
         problems = store.verify(show)
     if problems:

@@ -20,7 +20,7 @@ from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas.train.regenerate import Answered, Line, Manner, Talk, Unanswered
+    from eyas.train.regenerate import Conversation, DataLine, GenerationSettings, Regenerated, Skipped
 
 __all__ = ["command"]
 
@@ -56,7 +56,7 @@ EXAMPLES = examples(
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> None:
     """Let the target answer the data's questions itself."""
-    from eyas.train.regenerate import Manner
+    from eyas.train.regenerate import GenerationSettings
 
     check_sampling(given)
     _check(given)
@@ -69,7 +69,7 @@ def command(ctx: click.RichContext, /, **given: Any) -> None:
             raise InputError("this target has no tokenizer: name one with --tokenizer")
         from eyas.core.sampling import Sampling
 
-        manner = Manner(Sampling(**law), given["max_new_tokens"], given["last_only"], given["drop_cut"])
+        manner = GenerationSettings(Sampling(**law), given["max_new_tokens"], given["last_only"], given["drop_cut"])
         run = _Run(llm, manner, results, dropped, given)
         run.check_same()
         note_no_head(llm, given)
@@ -116,7 +116,7 @@ class _Counts:
 class _Run:
     """One run of the command."""
 
-    def __init__(self, llm: LLM, manner: Manner, results: Results, dropped: Results | None, given: Mapping[str, Any]) -> None:
+    def __init__(self, llm: LLM, manner: GenerationSettings, results: Results, dropped: Results | None, given: Mapping[str, Any]) -> None:
         self.llm, self.manner, self.results, self.dropped, self.given = llm, manner, results, dropped, given
         self.counts = _Counts()
         law = {name: getattr(manner.sampling, name) for name in SAMPLING_LAW}
@@ -146,7 +146,7 @@ class _Run:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from eyas.train.regenerate import Answered, answer
+        from eyas.train.regenerate import Regenerated, regenerate
 
         assert self.llm.tokenizer is not None
         todo = self._todo()
@@ -165,10 +165,10 @@ class _Run:
 
                 done = 0
                 talks = self._talks(todo)
-                for found in answer(
+                for found in regenerate(
                     self.llm.drafter, self.llm.tokenizer, self.llm.eos, talks, self.manner, max(1, min(rows, len(todo))), on_step
                 ):
-                    self._write(found) if isinstance(found, Answered) else self._pass_over(found)
+                    self._write(found) if isinstance(found, Regenerated) else self._pass_over(found)
                     done = self.counts.conversations + self.counts.dropped + self.counts.bad
         except KeyboardInterrupt:
             there = self.counts.there + self.counts.conversations
@@ -191,11 +191,11 @@ class _Run:
             note(f"{self.counts.there} of {len(keys)} conversations are in {self.results.path} already")
         return {key for key, done in keys.items() if not done}
 
-    def _done(self, line: Line) -> bool:
+    def _done(self, line: DataLine) -> bool:
         return self.results.holds(line) or (self.dropped is not None and self.dropped.holds(line))
 
-    def _talks(self, todo: set[str]) -> Iterator[Talk]:
-        from eyas.train.regenerate import read_lines, talk_of
+    def _talks(self, todo: set[str]) -> Iterator[Conversation]:
+        from eyas.train.regenerate import parse_conversation, read_lines
 
         left = set(todo)
         for line in read_lines(self.given["data"]):
@@ -203,7 +203,7 @@ class _Run:
                 continue
             left.discard(str(line.key["key"]))
             try:
-                yield talk_of(line, self.manner)
+                yield parse_conversation(line, self.manner)
             except InputError as error:
                 self._bad(f"{line.where}: {error}")
             if not left:
@@ -215,8 +215,8 @@ class _Run:
             note(problem)
         self.counts.problems = self.counts.problems or [problem]
 
-    def _write(self, found: Answered) -> None:
-        talk, counts = found.talk, self.counts
+    def _write(self, found: Regenerated) -> None:
+        talk, counts = found.conversation, self.counts
         own = {"id": talk.id} if talk.id is not None else {}
         ended = {"ended": found.ended} if found.ended else {}
         self.results.write({
@@ -229,12 +229,12 @@ class _Run:
         counts.shortened += bool(found.ended)
         counts.emitted, counts.cycles = counts.emitted + found.emitted, counts.cycles + found.cycles
 
-    def _pass_over(self, found: Unanswered) -> None:
+    def _pass_over(self, found: Skipped) -> None:
         if found.dropped and self.dropped is not None:
-            self.dropped.write({**found.talk.line.key, "source": found.talk.line.where, "reason": found.reason})
+            self.dropped.write({**found.conversation.line.key, "source": found.conversation.line.where, "reason": found.reason})
             self.counts.dropped += 1
         else:
-            self._bad(f"{found.talk.line.where}: {found.reason}")
+            self._bad(f"{found.conversation.line.where}: {found.reason}")
 
     def _say(self) -> None:
         counts = self.counts

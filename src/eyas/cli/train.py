@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.drafters import Drafter
     from eyas.train.data import Data
-    from eyas.train.loop import Outcome, TrainConfig
+    from eyas.train.loop import TrainConfig, TrainResult
 
 __all__ = ["command"]
 
@@ -79,9 +79,9 @@ def _config_flag(flag: Flag, said: str) -> click.Option:
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> int:
     """Train a draft head for a target."""
-    from eyas.train.dist import processes
+    from eyas.train.dist import world_size
 
-    rank = int(os.environ.get("RANK", "0")) if processes() > 1 else 0
+    rank = int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
     try:
         with _silent(rank > 0):
             return _train(ctx, given)
@@ -105,14 +105,14 @@ def _silent(wanted: bool) -> Iterator[None]:
 def _train(ctx: click.RichContext, given: dict[str, Any]) -> int:
     from eyas.core.drafter import build_options
     from eyas.train import alpha, progress
-    from eyas.train.dist import processes
+    from eyas.train.dist import world_size
     from eyas.train.loop import TrainConfig, train
     from eyas.train.trackers import check_trackers
 
     check_exact(given)
     check_source(given)
     config = TrainConfig(**options_of(given, ctx.meta.get(PANEL, {})))
-    config.check_processes(processes())
+    config.check_processes(world_size())
     check_trackers(config.trackers)
     kind = _method(given["method"])
     options = method_options(ctx)
@@ -165,7 +165,7 @@ def _drafter(kind: type[Drafter], llm: LLM, given: dict[str, Any], options: Any,
     return kind.init_for_training(llm.target, options, config.seed, count_tokens(data.train, llm.target.vocab_size))
 
 
-def _report(outcome: Outcome, folder: str, config: TrainConfig) -> int:
+def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> int:
     from eyas.train.progress import figures_text
 
     if outcome.interrupted:

@@ -135,7 +135,7 @@ def heads_loss(
         hidden_MD, weight_VD = guess(k, rows_M)
         every_M = torch.arange(M, device=tokens_N.device)
         found = draft_cross_entropy(hidden_MD, weight_VD, every_M, torch.full_like(every_M, decay**k, dtype=torch.float), M, teacher)
-        total, right[k] = total + found.total, found.right_K.sum()
+        total, right[k] = total + found.total, found.is_correct_K.sum()
         if k == 0:
             count = torch.tensor(M, device=tokens_N.device)
     sums = {"accuracy": right[0]}

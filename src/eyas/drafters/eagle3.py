@@ -32,7 +32,7 @@ from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_
 from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.errors import CheckpointError, FitError, OptionError
-from eyas.losses import Guesses, draft_cross_entropy, weighted_smooth_l1
+from eyas.losses import DraftLosses, draft_cross_entropy, weighted_smooth_l1
 from eyas.nn import LayerShape
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
@@ -272,20 +272,20 @@ class Method(EagleMethod):
         before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature foresees the answer
         guesses, normed_KD = self.rehearsal(batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test)
         total, first_K = guesses.total, step_K == 0
-        sums = {"accuracy": guesses.right_K[first_K].sum()}
+        sums = {"accuracy": guesses.is_correct_K[first_K].sum()}
         if test.steps > 1:
-            sums[f"accuracy at step {test.steps}"] = guesses.right_K[step_K == test.steps - 1].sum()
+            sums[f"accuracy at step {test.steps}"] = guesses.is_correct_K[step_K == test.steps - 1].sum()
         if test.feature and self.shape.hidden_size != self.target.hidden_size:
             raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
         if test.feature:
             true_KD = batch.features_NF[before_U[answer_IM[counts_IM]], -self.target.hidden_size :]
-            feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.counts_K)
+            feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.is_counted_K)
             total, sums["feature_loss"] = total + test.feature * feature_loss, feature_loss.detach()
-        return Loss(total, guesses.counts_K[first_K].sum(), sums)
+        return Loss(total, guesses.is_counted_K[first_K].sum(), sums)
 
     def rehearsal(
         self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
-    ) -> tuple[Guesses, Tensor]:
+    ) -> tuple[DraftLosses, Tensor]:
         """The guesses (step, row among `rows_M`, answer) of the training-time test, weighed by step; and what the head read, [K, D].
 
         Args:

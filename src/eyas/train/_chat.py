@@ -1,20 +1,21 @@
 """One conversation to token ids, with a mark on every token that the assistant would have generated.
 
-The chat template is a program of somebody else's; it renders messages to one text. Where the assistant speaks in it is found by
+The chat template is a foreign program that renders messages to one text. The assistant's replies in this text are found by
 
-    marks       a template with {% generation %} says it itself
-    prefixes    else: reply k is what stands between the text of the messages before it, with the opening of an assistant's turn,
-                and the text of the messages up to it:
+    marks       where the template has {% generation %}, it marks them itself
+    prefixes    otherwise: reply k is the text between two prefixes of the whole text: the messages before the reply, with
+                the opening of an assistant's turn, and the messages up to the reply:
 
                     <|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>Bye<|end|><|assistant|>Ciao!<|end|>
                     |-- before 1, opening --------|
-                    |-- up to 1 ---------------------------|       both must be prefixes of the whole text
+                    |-- up to 1 ---------------------------|
                                                   ^^^^^^^^^^ reply 1
 
-Some templates rewrite earlier turns (they drop the reasoning of old replies): then what stands in the whole text is not what the model
-once generated there. This is seen per conversation, by an "up to k" that is no prefix, and only the last reply counts.
+Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then does not contain what
+the model once generated. This is noticed per conversation, by an "up to k" that is no prefix; then only the last reply
+counts.
 
-A reply ends with its end-of-turn token, and whatever the template writes after that is not the assistant's.
+A reply ends with its end-of-turn token; what the template writes after that is not the assistant's.
 This module knows no file, no split and no model.
 """
 
@@ -34,16 +35,23 @@ from eyas.text import ROLES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatReader", "Conversation", "messages_of", "normalise"]
+__all__ = ["ChatReader", "TokenizedChat", "messages_of", "messages_to_learn"]
 
 Span = tuple[int, int]  # first and past the last character or token
 
-SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant"}
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+}
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TokenizedChat:
     """One conversation, not yet cut to a length. It ends with the assistant's last reply."""
 
     ids: list[int]
@@ -51,8 +59,8 @@ class Conversation:
     last_only: bool  # the template rewrites earlier turns
 
 
-def normalise(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line up to the assistant's last reply: nothing counts in what comes after it. InputError when there is none."""
+def messages_to_learn(record: Any) -> list[dict[str, Any]]:
+    """The messages of a line up to the assistant's last reply, after which nothing counts. InputError when there is no reply."""
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
@@ -73,10 +81,10 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
 def _message(number: int, turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise InputError(f'turn {number} is not an object with "role" and "content"')
-    said = turn.get("role", turn.get("from"))
-    role = SHAREGPT.get(said, said) if isinstance(said, str) else said
+    name = turn.get("role", turn.get("from"))
+    role = SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
     if role not in ROLES:
-        raise InputError(f"turn {number} has the unknown role {said!r}; {near(str(said), [*ROLES, *SHAREGPT])}")
+        raise InputError(f"turn {number} has the unknown role {repr(name)[:100]}; {near(str(name)[:100], [*ROLES, *SHAREGPT_ROLES])}")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
@@ -89,31 +97,31 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
 
 
 class ChatReader:
-    """Conversations to ids, through one tokenizer's chat template."""
+    """Turns conversations into token ids by a tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
         self.template: str = template
-        self.has_marks = bool(GENERATION.search(template))
+        self.has_marks = bool(GENERATION_TAG.search(template))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
 
-    def read(self, record: Any) -> Conversation:
-        """The conversation of one line; InputError, without the line's place, says why there is none."""
+    def read(self, record: Any) -> TokenizedChat:
+        """The conversation of one line of data. InputError, without the line's place, when it cannot be used."""
         if not self.template:
             raise InputError("the tokenizer has no chat template; give the target folder one, or train on plain text")
-        messages = normalise(record)
+        messages = messages_to_learn(record)
         whole, marks = self._render(messages, marks=self.has_marks)
         replies, last_only = self._replies(messages, whole, marks)
-        ids, offsets = self._tokenise(whole)
+        ids, offsets = self._tokenize(whole)
         counted = [False] * len(ids)
         for span in replies:
             first, end = self._tokens_of(span, ids, offsets, whole)
             counted[first:end] = [True] * (end - first)
         if not any(counted[2:]):
             raise InputError("the assistant says nothing; drop the line")
-        return Conversation(ids, counted, last_only)
+        return TokenizedChat(ids, counted, last_only)
 
     def _render(self, messages: Sequence[dict[str, Any]], *, opening: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
         """The text of the messages, and the characters between {% generation %} marks."""
@@ -126,9 +134,9 @@ class ChatReader:
         return out[0][0], [(begin, end) for begin, end in out[1][0]] if marks else []
 
     def _replies(self, messages: Sequence[dict[str, Any]], whole: str, marks: list[Span]) -> tuple[list[Span], bool]:
-        """The characters of the replies that count, and whether it is the last one only.
+        """The characters of the replies that count, and whether only the last one does.
 
-        Without marks a reply that opens the conversation does not count: no model speaks before it was asked.
+        Without marks, a reply at the start of the conversation does not count, as there is no prompt before it.
         """
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         ends = {k: self._render(messages[: k + 1])[0] for k in turns[:-1]}
@@ -143,17 +151,17 @@ class ChatReader:
         return ([last] if rewritten else [*((len(openings[k]), len(ends[k])) for k in turns[:-1] if k > 0), last]), rewritten
 
     def _last_begin(self, messages: Sequence[dict[str, Any]], whole: str, opening: str) -> int:
-        """Where the last reply begins: after the opening, or after as much of it as the template writes before a given reply.
+        """The place where the last reply begins: after the opening, or after the part of it that stands before a written reply.
 
-        (Openings of thinking models end with <think>, which the text of a reply without reasoning lacks.)
+        (The openings of reasoning models end with <think>, which the text of a reply without reasoning lacks.)
         """
         common = next((i for i, (a, b) in enumerate(zip(whole, opening, strict=False)) if a != b), min(len(whole), len(opening)))
         if common < len(opening) and common < len(self._render(messages[:-1])[0]):
             raise InputError("the chat template does not write the conversation as a prompt with a reply after it; drop the line")
         return common
 
-    def _tokenise(self, whole: str) -> tuple[list[int], list[Span]]:
-        """The ids of the text and each one's characters."""
+    def _tokenize(self, whole: str) -> tuple[list[int], list[Span]]:
+        """The ids of the text, and the characters of each."""
         try:
             whole.encode()
         except UnicodeEncodeError as error:
@@ -165,7 +173,7 @@ class ChatReader:
         return list(out["input_ids"]), [(int(begin), int(end)) for begin, end in out["offset_mapping"]]
 
     def _tokens_of(self, span: Span, ids: Sequence[int], offsets: Sequence[Span], whole: str) -> Span:
-        """The tokens of a reply, from its characters: all that touch them, the end-of-turn token included, nothing after it."""
+        """The tokens of a reply, from its characters: all that overlap them, up to and including the end-of-turn token."""
         first = bisect_right(offsets, span[0], key=lambda at: at[1])
         past = max(first, bisect_left(offsets, span[1], key=lambda at: at[0]))
         stops = [t for t in range(first, past) if ids[t] in self.special]

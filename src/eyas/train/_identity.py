@@ -1,4 +1,4 @@
-"""What a saved state belongs to: hashes of the data, and of what a head holds that is not trained."""
+"""Hashes that decide whether a saved state belongs to a run: of the examples, and of the head's tensors that are not trained."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import torch
 from eyas.core.drafter import Drafter
 from eyas.train.data import Example
 
-__all__ = ["beside_net", "examples_hash"]
+__all__ = ["examples_hash", "untrained_hash"]
 
 
 def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> str:
-    """SHA-256 of the tokens and marks of both, in order: a place in the data means something for the same data only."""
+    """SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data is only valid for the same data."""
     digest = hashlib.sha256()
-    for side in (examples, heldout):
-        for example in side:
+    for part in (examples, heldout):
+        for example in part:
             digest.update(array("i", example.ids).tobytes())
             digest.update(bytes(example.counted) + b"|")
         digest.update(b"||")
     return digest.hexdigest()
 
 
-def beside_net(drafter: Drafter) -> str:
-    """SHA-256 of what the head's checkpoint holds that is not trained: its draft vocabulary, embeddings of its own."""
+def untrained_hash(drafter: Drafter) -> str:
+    """SHA-256 of the tensors of the head's checkpoint that are not trained: its draft vocabulary, embeddings of its own."""
     assert drafter.net is not None
-    trained, digest = set(drafter.net.state_dict()), hashlib.sha256()
+    trained = set(drafter.net.state_dict())
+    digest = hashlib.sha256()
     for name, value in sorted(drafter.weights().tensors.items()):
         if name not in trained:
-            digest.update(f"{name}{tuple(value.shape)}".encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            content = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            digest.update(f"{name}{tuple(value.shape)}".encode() + content)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""manifest.json of a folder of features: which target, tokenizer, data and layers, and which shards there will be.
+"""manifest.json of a folder of features: its target, tokenizer, data and layers, and the plan of its shards.
 
 This module knows no features: it plans, and writes what does not need the target.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,24 +18,37 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.train._tensors import digest_of, write_tensors
+from eyas.files import parse_json, write_text
+from eyas.train._tensors import tensors_digest, write_tensors
 from eyas.train.data import Data, Report
-from eyas.train.state import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "EXAMPLES", "MANIFEST", "Manifest", "Plan", "Settings", "Shard", "identity", "plan", "shown"]
+__all__ = [
+    "DTYPES",
+    "EXAMPLES_FILE",
+    "MANIFEST_FILE",
+    "FeatureSettings",
+    "Manifest",
+    "Shard",
+    "StorePlan",
+    "format_value",
+    "plan_store",
+    "tokenizer_identity",
+]
 
-FORMAT, VERSION = "eyas-features", 1
-MANIFEST, EXAMPLES = "manifest.json", "examples.safetensors"
+FORMAT = "eyas-features"
+VERSION = 1
+MANIFEST_FILE = "manifest.json"
+EXAMPLES_FILE = "examples.safetensors"
 LAYERS_MEAN = "Hugging Face's hidden_states[k], the input of layer k; the number of layers: after the final norm"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHOWN_PROBLEMS = 1000  # bad lines that the manifest repeats
+MAX_PROBLEMS = 1000  # unusable lines of the data that the manifest lists
 
 
 @dataclass(frozen=True)
-class Settings:
+class FeatureSettings:
     """What two runs must agree on to write into one store."""
 
     target: dict[str, str]  # name, fingerprint, dtype
@@ -50,22 +63,28 @@ class Settings:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token's features."""
         return len(self.layers) * self.hidden_size * DTYPES[self.dtype].itemsize
 
-    def differences(self, now: Settings, same_target: Callable[[str], bool]) -> list[str]:
-        """Where another run differs, for a message."""
-        said = []
-        if not same_target(self.target["fingerprint"]):
-            said.append(f"the target was {self.target['name']!r}, it is {now.target['name']!r}")
+    def differences(self, now: FeatureSettings, is_same_target: Callable[[str], bool]) -> list[str]:
+        """How another run's settings differ, for a message.
+
+        Args:
+            is_same_target: whether a fingerprint is that of the other run's target.
+        """
+        messages = []
+        if not is_same_target(self.target["fingerprint"]):
+            messages.append(f"the target was {self.target['name']!r}, it is {now.target['name']!r}")
         elif self.target["dtype"] != now.target["dtype"]:
-            said.append(f"the target's dtype was {self.target['dtype']}, it is {now.target['dtype']}")
-        said += [f"the tokenizer has another {part}" for part in self.tokenizer if self.tokenizer[part] != now.tokenizer.get(part)]
+            messages.append(f"the target's dtype was {self.target['dtype']}, it is {now.target['dtype']}")
+        messages += [f"the tokenizer has another {part}" for part in self.tokenizer if self.tokenizer[part] != now.tokenizer.get(part)]
         if self.data["sha256"] != now.data["sha256"]:
-            said.append(f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now")
+            messages.append(f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now")
         for name in ("layers", "dtype", "max_length", "heldout", "shard_bytes"):
-            then, value = getattr(self, name), getattr(now, name)
-            said += [f"{name} {shown(then)} there, {shown(value)} now"] if then != value else []
-        return said
+            before, value = getattr(self, name), getattr(now, name)
+            if before != value:
+                messages.append(f"{name} {format_value(before)} there, {format_value(value)} now")
+        return messages
 
 
 @dataclass(frozen=True)
@@ -73,28 +92,28 @@ class Shard:
     """One file of features."""
 
     file: str
-    first: int  # its first example's place in the shards' order
+    first: int  # number of its first example in the order of the shards
     examples: int
     tokens: int
     bytes: int  # without the file's header
-    sha256: str | None = None  # of those bytes; the manifest has it when the store is complete, the shard's header always
+    sha256: str | None = None  # of those bytes; in the manifest once the store is complete, in the shard's header always
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json."""
+    """The content of manifest.json."""
 
-    settings: Settings
+    settings: FeatureSettings
     report: Report
     train: int  # examples
-    heldout: int
+    heldout: int  # examples
     examples_sha256: str
     shards: tuple[Shard, ...]
     versions: dict[str, str]
 
     @property
     def id(self) -> str:
-        """What every shard of this store carries."""
+        """Identifies the store; every shard carries it."""
         settings = self.settings
         parts = [settings.target["fingerprint"], settings.target["dtype"], settings.layers, settings.dtype, self.examples_sha256]
         return hashlib.sha256(json.dumps([*parts, [[s.file, s.bytes] for s in self.shards]]).encode()).hexdigest()
@@ -104,47 +123,76 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        settings = {**asdict(self.settings), "layers_mean": LAYERS_MEAN}
-        report = {**asdict(self.report), "problems": self.report.problems[:SHOWN_PROBLEMS]}
-        examples = {"file": EXAMPLES, "sha256": self.examples_sha256, "train": self.train, "heldout": self.heldout}
-        whole = {
-            "format": FORMAT, "version": VERSION, "id": self.id, **settings, "report": report,
-            "examples": {**examples, "order": f"the first {self.train} are for training, the last {self.heldout} are held out"},
-            "shards": [asdict(shard) for shard in self.shards], "versions": self.versions,
-        }  # fmt: skip
-        write_text(folder / MANIFEST, json.dumps(whole, indent=1) + "\n")
+        """InputError when it cannot be written."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            **asdict(self.settings),
+            "layers_mean": LAYERS_MEAN,
+            "report": {**asdict(self.report), "problems": self.report.problems[:MAX_PROBLEMS]},
+            "examples": {
+                "file": EXAMPLES_FILE,
+                "sha256": self.examples_sha256,
+                "train": self.train,
+                "heldout": self.heldout,
+                "order": f"the first {self.train} are for training, the last {self.heldout} are held out",
+            },
+            "shards": [asdict(shard) for shard in self.shards],
+            "versions": self.versions,
+        }
+        write_text(folder / MANIFEST_FILE, json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """InputError when there is none, or it cannot be understood."""
-        path = folder / MANIFEST
+        """InputError when there is no manifest, or it is damaged or of a newer version."""
+        path = folder / MANIFEST_FILE
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
-            if held["format"] != FORMAT or held["version"] > VERSION:
-                raise InputError(f"{path} is of format {held['format']!r}, version {held['version']}: a newer eyas may read it")
-            settings = Settings(**{f.name: held[f.name] for f in fields(Settings)})
-            shards, examples = tuple(Shard(**shard) for shard in held["shards"]), held["examples"]
-            if outside := [shard.file for shard in shards if Path(shard.file).name != shard.file]:
-                raise InputError(f"{path} names a shard outside of its folder ({outside[0]}): do not use these features")
-            found = cls(
-                replace(settings, layers=tuple(settings.layers)), Report(**held["report"]), examples["train"], examples["heldout"],
-                examples["sha256"], shards, held["versions"],
-            )  # fmt: skip
+            text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{str(folder)!r} holds no features (no {MANIFEST}): make them with `eyas features`") from error
+            raise InputError(f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`") from error
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
+        try:
+            content = parse_json(text)
+            format_name, version = content["format"], content["version"]
+            manifest = cls._from_content(content) if format_name == FORMAT and version <= VERSION else None
+            # manifests that were written before version 0.4 have no checksum of their own
+            is_changed = content.get("sha256", _content_hash(content)) != _content_hash(content)
+            is_changed = is_changed or (manifest is not None and content["id"] != manifest.id)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is damaged ({type(error).__name__}): take it from where the features were made") from error
-        if found.id != held["id"]:
+        if manifest is None:
+            raise InputError(f"{path} is of format {format_name!r}, version {version}: a newer eyas may read it")
+        if outside := [shard.file for shard in manifest.shards if Path(shard.file).name != shard.file]:
+            raise InputError(f"{path} names a shard outside of its folder ({outside[0]}): do not use these features")
+        if is_changed:
             raise InputError(f"{path} was changed after it was written: take it from where the features were made")
-        return found
+        return manifest
+
+    @classmethod
+    def _from_content(cls, content: Mapping[str, Any]) -> Manifest:
+        settings = FeatureSettings(**{f.name: content[f.name] for f in fields(FeatureSettings)})
+        examples = content["examples"]
+        return cls(
+            settings=replace(settings, layers=tuple(settings.layers)),
+            report=Report(**content["report"]),
+            train=examples["train"],
+            heldout=examples["heldout"],
+            examples_sha256=examples["sha256"],
+            shards=tuple(Shard(**shard) for shard in content["shards"]),
+            versions=content["versions"],
+        )
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What tells tokenizers apart: SHA-256 of the vocabulary and of the chat template."""
+def _content_hash(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest's content, without the entry for this hash itself."""
+    hashed = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """SHA-256 of a tokenizer's vocabulary and of its chat template."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     return {
@@ -154,39 +202,43 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StorePlan:
     """A store before anything is written."""
 
     manifest: Manifest
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # of all examples
 
     def write(self, folder: Path) -> None:
-        """Manifest and examples: from them the shards can be made anywhere. OSError when they cannot be written."""
-        write_tensors(folder / EXAMPLES, self.tensors, {})
+        """Write manifest and examples; from them the shards can be made anywhere. OSError when they cannot be written."""
+        write_tensors(folder / EXAMPLES_FILE, self.tensors, {})
         self.manifest.write(folder)
 
 
-def plan(settings: Settings, data: Data, versions: dict[str, str]) -> Plan:
-    """How these examples will lie in shards."""
+def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) -> StorePlan:
+    """Assign the examples to shards, in a shuffled order."""
     tokens, counted, lengths = array("i"), bytearray(), array("i")
-    for side in (data.train, data.heldout):
-        for example in side:
+    for examples in (data.train, data.heldout):
+        for example in examples:
             tokens.extend(example.ids)
             counted.extend(example.counted)
             lengths.append(len(example.ids))
     order = list(range(len(lengths)))
     random.Random(0).shuffle(order)
     tensors = {
-        "lengths": torch.tensor(lengths, dtype=torch.int32), "order": torch.tensor(order, dtype=torch.int32),
-        "tokens": torch.frombuffer(tokens, dtype=torch.int32), "counted": torch.frombuffer(counted, dtype=torch.uint8),
-    }  # fmt: skip
-    shards = _cut([lengths[i] for i in order], settings)
-    return Plan(Manifest(settings, data.report, len(data.train), len(data.heldout), digest_of(tensors), shards, versions), tensors)
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "order": torch.tensor(order, dtype=torch.int32),
+        "tokens": torch.frombuffer(tokens, dtype=torch.int32),
+        "counted": torch.frombuffer(counted, dtype=torch.uint8),
+    }
+    shards = _cut_into_shards([lengths[i] for i in order], settings)
+    manifest = Manifest(settings, data.report, len(data.train), len(data.heldout), tensors_digest(tensors), shards, versions)
+    return StorePlan(manifest, tensors)
 
 
-def _cut(lengths: Sequence[int], settings: Settings) -> tuple[Shard, ...]:
-    """Shards of at most `shard_bytes`, of whole examples."""
-    shards, first, tokens = list[Shard](), 0, 0
+def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple[Shard, ...]:
+    """Shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the order of the shards."""
+    shards: list[Shard] = []
+    first, tokens = 0, 0
 
     def close(end: int) -> None:
         size = tokens * settings.token_bytes + 8 * (end - first) * len(settings.layers)
@@ -201,5 +253,6 @@ def _cut(lengths: Sequence[int], settings: Settings) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
+    """A setting's value, for a message."""
     return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)

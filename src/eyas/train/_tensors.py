@@ -1,13 +1,14 @@
-"""A safetensors file that holds its own checksum.
+"""Safetensors files that hold their own checksum.
 
-Written here because the library's writer copies everything and hides what the system says (a full disk); read by the library.
+Written here, because the library's writer copies everything and hides the system's reason of a failure (a full disk);
+read by the library.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +16,73 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import replaced
+from eyas.files import parse_json, remove_leftovers, write_atomically
 
-__all__ = ["digest_of", "digest_of_file", "read_header", "view_of", "write_tensors"]
+__all__ = ["byte_view", "file_digest", "read_header", "tensors_digest", "write_tensors"]
 
-NAMES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
-}  # fmt: skip
+MAX_HEADER_BYTES = 1 << 27
+DTYPE_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
 
 
-def view_of(value: Tensor) -> memoryview:
-    """Its bytes, not copied when it is contiguous and on the CPU."""
+def byte_view(value: Tensor) -> memoryview:
+    """The bytes of a tensor; not copied when it is contiguous and on the CPU."""
     return memoryview(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of all bytes, in this order."""
     digest = hashlib.sha256()
     for value in tensors.values():
-        digest.update(view_of(value))
+        digest.update(byte_view(value))
     return digest.hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Written beside its place, renamed when it is whole and on the disk; OSError when it cannot be. Widest dtypes come first."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, "sha256": digest_of(tensors)}}
+    """Write a safetensors file whose metadata has the SHA-256 of the data. OSError when it cannot be written.
+
+    The widest dtypes must come first, so that all tensors are aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, "sha256": tensors_digest(tensors)}}
     begin = 0
     for name, value in tensors.items():
         end = begin + value.numel() * value.element_size()
-        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
         begin = end
-    said = json.dumps(header, separators=(",", ":")).encode()
-    said += b" " * (-len(said) % 8)
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run
-        leftover.unlink(missing_ok=True)
-
-    with replaced(path) as stream:
-        stream.write(len(said).to_bytes(8, "little") + said)
+    header_bytes = dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    remove_leftovers(path.parent, f"{path.name}.*")
+    with write_atomically(path) as stream:
+        stream.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for value in tensors.values():
-            stream.write(view_of(value))
+            stream.write(byte_view(value))
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(header, where the data begins, how many bytes the file should have); InputError when it is none."""
+    """(metadata, where the data begins, how many bytes the file should have); InputError when there is no header."""
     try:
         with open(path, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size) if size < 1 << 27 else b"")
-            end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            header = parse_json(stream.read(size) if size < MAX_HEADER_BYTES else b"")
+        begin = 8 + size
+        metadata = dict(header["__metadata__"])
+        metadata["sha256"]  # every file of `write_tensors` has one
+        end = begin + max(int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: no header") from error
-    return header, 8 + size, 8 + size + int(end)
+    return metadata, begin, end
 
 
-def digest_of_file(path: Path, begin: int) -> str:
-    """SHA-256 of what stands behind the header; `begin` as `read_header` says."""
+def file_digest(path: Path, begin: int) -> str:
+    """SHA-256 of the file from byte `begin` on."""
     with open(path, "rb") as stream:
         stream.seek(begin)
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,37 +1,59 @@
-"""Held-out figures from real decoding: acceptance by depth along a chain (the n-alpha of EAGLE-1, section 5), and tokens per cycle.
+"""Held-out figures from real decoding: n-alpha along a chain (EAGLE-1, section 5), and tau.
 
-n-alpha is the rate at which the (n+1)-th draft token of a chain is accepted, given that the n before it were: its input held n of the
-draft's own features. tau is what the drafter reaches with its own tree. Knows no method: a drafter says itself how it drafts a chain.
+n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it were accepted: n of the
+features that it was drafted from were the draft's own. tau is measured with the drafter's own tree. Knows no method: a
+drafter knows itself how it drafts a chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
-from eyas.drafters import Drafter
 from eyas.metrics import StepTotals, cycle_of, n_alpha
 from eyas.train.data import Example
 
-__all__ = ["chain_figures", "figures_of", "last_prompt"]
+__all__ = ["chain_figures", "last_prompt"]
 
 
-def figures_of(steps: Sequence[Step], depth: int) -> dict[str, float]:
-    """n-alpha for n = 0..depth-1, as far as drafts reached, and tau ("chain tau"), of the Steps of chains."""
-    cycles = [cycle_of(step) for step in steps if not step.prefill]
-    return {**n_alpha(cycles, depth), "chain tau": _tau(steps)} if steps else {}
+def chain_figures(
+    examples: Sequence[Example],
+    eos: frozenset[int] = frozenset(),
+    prompts: int = 16,
+    new_tokens: int = 48,
+    depth: int = 5,
+    tree_prompts: int = 4,
+) -> Callable[[Drafter], dict[str, float]]:
+    """Held-out figures for the training loop, from greedy answers to the prompts of some examples.
 
+    Args:
+        eos: tokens that end an answer.
+        prompts: number of examples; drafted with chains of `depth`, or as deep as the drafter can.
+        tree_prompts: number of these examples that are decoded again with the drafter's own tree, whose cycles cost more.
 
-def _tau(steps: Sequence[Step]) -> float:
-    """Tokens that a cycle emits."""
-    totals = StepTotals()
-    for step in steps:
-        totals.add(step)
-    return totals.tau
+    Returns:
+        A function of the drafter, whose result has "0-alpha", "1-alpha", ... as far as drafts reached, "chain tau" and "tau".
+    """
+    chosen = [prompt for prompt in map(last_prompt, examples[:prompts]) if prompt]
+
+    def evaluate(drafter: Drafter) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if chain_steps := _decode(drafter.chain(depth), chosen, new_tokens, eos):
+            cycles = [cycle_of(step) for step in chain_steps if not step.prefill]
+            figures = {**n_alpha(cycles, depth), "chain tau": _tau(chain_steps)}
+        if tree_steps := _decode(drafter, chosen[:tree_prompts], new_tokens, eos):
+            figures["tau"] = _tau(tree_steps)
+        return figures
+
+    return evaluate
 
 
 def last_prompt(example: Example) -> tuple[int, ...]:
-    """The tokens before the last stretch that counts: what the assistant was to answer last. Of plain text, where all counts, half."""
+    """The tokens before the last run of counted tokens: the prompt of the assistant's last reply.
+
+    Of plain text, where all tokens count, the first half.
+    """
     end = len(example.ids)
     if all(example.counted):
         return tuple(example.ids[: end // 2])
@@ -42,28 +64,8 @@ def last_prompt(example: Example) -> tuple[int, ...]:
     return tuple(example.ids[:end])
 
 
-def chain_figures(
-    examples: Sequence[Example], eos: frozenset[int] = frozenset(), prompts: int = 16, new_tokens: int = 48, depth: int = 5,
-    tree_prompts: int = 4,
-) -> Callable[[Drafter], dict[str, float]]:  # fmt: skip
-    """Held-out figures for the training loop, from greedy answers to some prompts.
-
-    Args:
-        prompts: of how many examples; drafted by chains of `depth`, or as deep as the drafter can.
-        tree_prompts: of how many of them once more with the drafter's own tree, whose cycles cost more; 0 = none.
-    """
-    chosen = [p for p in (last_prompt(e) for e in examples[:prompts]) if p]
-
-    def evaluate(drafter: Drafter) -> dict[str, float]:
-        figures = figures_of(_decoded(drafter.chain(depth), chosen, new_tokens, eos), depth)
-        own = _decoded(drafter, chosen[:tree_prompts], new_tokens, eos)
-        return {**figures, "tau": _tau(own)} if own else figures
-
-    return evaluate
-
-
-def _decoded(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]) -> list[Step]:
-    """The steps of greedy decoding, prompt after prompt."""
+def _decode(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]) -> list[Step]:
+    """The Steps of greedy decoding, prompt after prompt. Prompts that fill the context are left out."""
     steps: list[Step] = []
     for prompt in prompts:
         room = drafter.target.context - len(prompt)
@@ -74,3 +76,10 @@ def _decoded(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: i
         while not decoder.finished:
             steps += decoder.step()
     return steps
+
+
+def _tau(steps: Sequence[Step]) -> float:
+    totals = StepTotals()
+    for step in steps:
+        totals.add(step)
+    return totals.tau

@@ -1,4 +1,4 @@
-"""What a training run is: its options, checked, and the numbers that follow from them (learning rate of a step, number of steps).
+"""The options of a training run, checked, and the numbers that follow from them: learning rate of a step, number of steps.
 
 Knows no method, no file and no terminal.
 """
@@ -6,6 +6,7 @@ Knows no method, no file and no terminal.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -14,12 +15,28 @@ from eyas.train.data import Batches
 
 __all__ = ["TrainConfig"]
 
-NAMES = {
-    "schedule": ("linear", "cosine", "constant"), "precision": ("auto", "bf16", "float32"), "optimizer": ("adamw", "muon"),
+CHOICES = {
+    "schedule": ("linear", "cosine", "constant"),
+    "precision": ("auto", "bf16", "float32"),
+    "optimizer": ("adamw", "muon"),
     "parallel": ("fsdp", "ddp"),
-}  # fmt: skip
+}
+MINIMA = {  # of the options that are whole numbers
+    "steps": 1,
+    "tokens": 1,
+    "warmup_steps": 0,
+    "batch_tokens": 3,
+    "accumulation": 1,
+    "max_length": 3,
+    "heldout_tokens": 1,
+    "seed": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "log_every": 1,
+    "patience": 0,
+}
 TRACKERS = ("tensorboard", "wandb")
-FREE = ("save_every", "log_every", "log", "parallel", "checkpointing")  # may differ when a run is resumed: the weights stay what they are
+MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")  # between sessions of a run; the weights do not depend on them
 
 
 @dataclass(frozen=True)
@@ -84,51 +101,50 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
-            _require(_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
+            _require(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
         _require(self.lr > 0, "lr", "must be above 0", self)
         for name in ("min_lr_share", "heldout"):
-            _require(_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self)
+            _require(_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self)
         _require(self.heldout < 1, "heldout", "must leave something to train on: below 1", self)
-        good_betas = len(self.betas) == 2 and all(_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        _require(good_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
-        _require(self.epochs is None or (_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self)
-        for name, least in _WHOLE.items():
+        are_betas = len(self.betas) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        _require(are_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
+        _require(self.epochs is None or (_is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self)
+        for name, minimum in MINIMA.items():
             value = getattr(self, name)
-            optional = value is None and name in ("steps", "tokens", "warmup_steps")
-            _require(optional or (_whole(value) and value >= least), name, f"must be a whole number, {least} or more", self)
-        for name, known in NAMES.items():
+            is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
+            _require(is_unset or (_is_whole(value) and value >= minimum), name, f"must be a whole number, {minimum} or more", self)
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
-            _require(value in known, name, f"is unknown; {near(str(value), known)}", self)
+            _require(value in choices, name, f"is unknown; {near(str(value), choices)}", self)
         for tracker in self.trackers:
             _require(tracker in TRACKERS, "log", f"knows {' and '.join(TRACKERS)}", self)
         _require(isinstance(self.checkpointing, bool), "checkpointing", "is true or false", self)
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise OptionError(f"{' and '.join(given)} each say how long the training is; give one of them")
+        lengths = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
+        if len(lengths) > 1:
+            raise OptionError(f"{' and '.join(lengths)} each say how long the training is; give one of them")
         if self.batch_tokens < self.max_length:
             raise OptionError(f"batch_tokens is {self.batch_tokens}, less than one example of max_length {self.max_length}; raise it")
 
     @property
     def trackers(self) -> tuple[str, ...]:
+        """The names in `log`."""
         return tuple(name for name in (part.strip() for part in self.log.split(",")) if name)
 
     def check_processes(self, count: int) -> None:
-        """OptionError when that many processes cannot share a step's batches evenly, or its update."""
+        """OptionError when that many processes cannot share the batches of a step evenly, or its update."""
         if self.accumulation % count:
             raise OptionError(
                 f"{count} processes do not divide the {self.accumulation} batches of a step: accumulation must be a multiple of {count}"
             )
-        if count > 1 and (self.optimizer, self.parallel) == (
-            "muon",
-            "fsdp",
-        ):  # torch's works on shards, but rounds sums of them to bfloat16
+        # torch's Muon accepts shards, but rounds sums over them to bfloat16
+        if count > 1 and self.optimizer == "muon" and self.parallel == "fsdp":
             raise OptionError("muon works on whole matrices, which no process has with fsdp: with several processes give it parallel ddp")
 
     def total_steps(self, batches: Batches) -> int:
-        """How many steps the run has with this data; OptionError when warm-up would not end."""
+        """The number of steps of a run with this data. OptionError when the warm-up would not end."""
         steps = self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         if self.warmup_steps is not None and self.warmup_steps >= steps:
             raise OptionError(f"warmup_steps is {self.warmup_steps}, the whole training has {steps} steps; lower it or train longer")
@@ -136,23 +152,19 @@ class TrainConfig:
 
     def _batch_count(self, batches: Batches) -> int:
         """Batches of the whole run, from `epochs` or `tokens`."""
-        count, epoch = 0, 0
-        if self.tokens is not None:
-            left = self.tokens
-            while left > 0:
-                for batch in batches.plan(epoch):
-                    count, left = count + 1, left - batches.tokens(batch)
-                    if left <= 0:
-                        break
-                epoch += 1
-        else:
+        if self.tokens is None:
             epochs = 1.0 if self.epochs is None else self.epochs
             count = sum(len(batches.plan(epoch)) for epoch in range(int(epochs)))
-            count += round((epochs - int(epochs)) * len(batches.plan(int(epochs))))
+            return count + round((epochs - int(epochs)) * len(batches.plan(int(epochs))))
+        count, tokens, position = 0, 0, (0, 0)
+        while tokens < self.tokens:
+            (batch,), position = batches.take(position, 1)
+            count += 1
+            tokens += batches.tokens(batch)
         return count
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step (0, 1, ...) of a run of `steps`."""
+        """The learning rate of a step (0, 1, ...) of a run of `steps` steps."""
         warmup = min(2000, steps // 20) if self.warmup_steps is None else self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
@@ -160,27 +172,29 @@ class TrainConfig:
         left = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done), "constant": 1.0}[self.schedule]
         return self.lr * (left if self.schedule == "constant" else self.min_lr_share + (1 - self.min_lr_share) * left)
 
-    def differences(self, then: dict[str, Any]) -> list[str]:
-        """Where a saved run's options differ, for a message; those of `FREE` may."""
-        now = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
-        now["betas"], then = list(self.betas), {**then, "betas": list(then.get("betas", ()))}
-        return [f"{name} {then.get(name)!r} there, {value!r} now" for name, value in now.items() if then.get(name) != value]
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """How a saved run's options differ, for a message; those of MAY_CHANGE are left out."""
+        messages = []
+        for name in (f.name for f in fields(self) if f.name not in MAY_CHANGE):
+            before, now = _as_list(saved.get(name)), _as_list(getattr(self, name))
+            if before != now:
+                messages.append(f"{name} {before!r} there, {now!r} now")
+        return messages
 
 
-_WHOLE = {
-    "steps": 1, "tokens": 1, "warmup_steps": 0, "batch_tokens": 3, "accumulation": 1, "max_length": 3, "heldout_tokens": 1, "seed": 0,
-    "eval_every": 0, "save_every": 0, "log_every": 1, "patience": 0,
-}  # fmt: skip
+def _require(is_valid: bool, name: str, rule: str, config: TrainConfig) -> None:
+    if not is_valid:
+        raise OptionError(f"{name} {rule}; got {getattr(config, name)!r}")
 
 
-def _require(good: bool, name: str, what: str, config: TrainConfig) -> None:
-    if not good:
-        raise OptionError(f"{name} {what}; got {getattr(config, name)!r}")
+def _as_list(value: object) -> object:
+    """Tuples as lists, as a saved state may hold either."""
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(value: object) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,18 +1,18 @@
-"""Chat data and plain text to token ids with a mark on every token that counts, and batches of them.
+"""Chat data and plain text to token ids, with a mark on every token that counts, and batches of them.
 
-    chat.jsonl ----- _chat.py: spans of the assistant's characters ---+
-    novels.txt ----- everything counts -------------------------------+--> Example(ids, counted) --> Batches
+    chat.jsonl ----- _chat.py: the assistant's characters --+
+    novels.txt ----- all tokens count ----------------------+--> Example(ids, counted) --> Batches
 
 Files, plain or .gz, may be mixed:
 
     .jsonl .ndjson .json   one conversation a line, or one JSON array of them:
                            {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]}
-    anything else          plain text; documents are parted by <|endoftext|>; a long one becomes pieces of `max_length` tokens
+    anything else          plain text; documents are separated by <|endoftext|>; a long one becomes pieces of `max_length` tokens
 
-A line that cannot be used is put into the report with its file and number, and reading goes on. What is held out depends on the content
-of a line alone, not on its place, so copies of a line stay on one side.
+A line that cannot be used goes into the report with its file and number, and reading goes on. Which lines are held out
+depends on their content alone, not on their place, so copies of a line stay on one side.
 
-Letters: R sequences of a batch, T tokens. This module knows no model and no method.
+Shapes: N tokens of a batch. This module knows no model and no method.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from torch import Tensor
 
 from eyas import text
 from eyas.errors import InputError, OptionError
+from eyas.files import parse_json
 from eyas.nn import Documents
 from eyas.train._chat import ChatReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Data", "Example", "Examples", "Report", "data_hash", "is_json", "json_lines", "parse", "read"]
+__all__ = ["Batches", "Data", "Example", "Examples", "Report", "chat_lines", "data_hash", "is_chat_file", "parse_chat_line", "read"]
 
 END_OF_TEXT = "<|endoftext|>"
-FIRST_COUNTABLE = 2  # the first pair (feature of token 0, token 1) foresees token 2
+FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
 
 
 class Example(NamedTuple):
@@ -55,10 +56,12 @@ class Example(NamedTuple):
 
 
 class Examples(Sequence[Example]):
-    """Many examples in five bytes a token."""
+    """Many examples, in five bytes a token."""
 
     def __init__(self) -> None:
-        self._ids, self._counted, self._ends = array("i"), bytearray(), array("q", [0])
+        self._ids = array("i")
+        self._counted = bytearray()
+        self._ends = array("q", [0])
 
     def append(self, example: Example) -> None:
         self._ids.extend(example.ids)
@@ -79,11 +82,11 @@ class Examples(Sequence[Example]):
 
 @dataclass
 class Report:
-    """What reading found."""
+    """Counts of what was read."""
 
-    lines: int = 0  # conversations and documents seen
-    bad: int = 0
-    problems: list[str] = field(default_factory=list)  # one line for each bad line: file, number, what is wrong, what to do
+    lines: int = 0  # conversations and documents
+    bad: int = 0  # lines that cannot be used
+    problems: list[str] = field(default_factory=list)  # one for each bad line: file, number, what is wrong, what to do
     examples: int = 0
     tokens: int = 0
     counted_tokens: int = 0
@@ -102,7 +105,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Data:
-    """What `read` returns."""
+    """The examples of some files."""
 
     train: Sequence[Example]
     heldout: Sequence[Example]
@@ -118,31 +121,36 @@ def read(
     heldout: float = 0.05,
     on_line: Callable[[Report], None] | None = None,
 ) -> Data:
-    """Read, tokenise and split training data.
+    """Read, tokenize and split training data.
 
     Args:
         max_length: tokens; a longer conversation is cut there, a longer text becomes several examples.
-        heldout: share of the lines kept apart, chosen by their hash; when it is above 0 at least one of two or more examples is.
+        heldout: share of the lines that is held out, chosen by their hash; above 0, at least one of two or more examples is.
         on_line: called with the report at every line, for a progress display.
 
     Raises:
         InputError: a file is missing, unreadable or empty, or none of its lines can be used.
+        OptionError: `max_length` or `heldout` is out of range.
     """
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    report, found, draws = Report(), Examples(), array("d")
+    files = _as_paths(paths)
     if max_length <= FIRST_COUNTABLE:
         raise OptionError(f"max_length must be at least {FIRST_COUNTABLE + 1} tokens, got {max_length}")
     if not 0 <= heldout < 1:
         raise OptionError(f"heldout is a share from 0 up to, not including, 1; got {heldout}")
+    report, examples, draws = Report(), Examples(), array("d")
     reader = _Reader(tokenizer, max_length, report, on_line)
     for file in files:
-        before = (report.lines, report.bad)
+        lines_before, bad_before = report.lines, report.bad
         for raw, example in reader.examples(file):
-            found.append(example)
-            draws.append(_draw(raw))
-        _check_file(file, report.lines - before[0], report.bad - before[1], report)
-    train, apart = _split(found, draws, heldout)
-    return Data(train, apart, report, data_hash(files))
+            examples.append(example)
+            draws.append(_uniform_hash(raw))
+        _check_file(file, report.lines - lines_before, report.bad - bad_before, report)
+    train_examples, heldout_examples = _split(examples, draws, heldout)
+    return Data(train_examples, heldout_examples, report, data_hash(files))
+
+
+def _as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
 
 
 def _check_file(file: Path, lines: int, bad: int, report: Report) -> None:
@@ -153,45 +161,47 @@ def _check_file(file: Path, lines: int, bad: int, report: Report) -> None:
 
 
 def data_hash(paths: Sequence[str | Path] | str | Path) -> str:
-    """SHA-256 of one file's bytes as on disk (what `sha256sum` prints); of several files, of their hashes in order, one a line."""
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    """SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their hashes in order, one a line."""
     digests = []
-    for file in files:
-        with _told(file), open(file, "rb") as stream:
+    for file in _as_paths(paths):
+        with _read_errors(file), open(file, "rb") as stream:
             digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
 
 
 class _Reader:
-    """Files to examples, with one tokenizer."""
+    """Turns files into examples, with one tokenizer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, report: Report, on_line: Callable[[Report], None] | None = None
     ) -> None:
-        self.tokenizer, self.max_length, self.report, self.on_line = tokenizer, max_length, report, on_line
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.report = report
+        self.on_line = on_line
         self.chat = ChatReader(tokenizer)
 
     def examples(self, file: Path) -> Iterator[tuple[bytes, Example]]:
-        """(what the split hashes, example) for everything in the file that can be used."""
-        is_chat = is_json(file)
-        for where, raw in json_lines(file) if is_chat else _documents(file):
+        """(bytes that the split hashes, example) for every usable line or document of the file."""
+        is_chat = is_chat_file(file)
+        for where, raw in chat_lines(file) if is_chat else _documents(file):
             self.report.lines += 1
             if self.on_line is not None:
                 self.on_line(self.report)
             try:
-                found = [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
+                examples = [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
             except InputError as error:
                 self.report.bad += 1
                 self.report.problems.append(f"{where}: {error}")
                 continue
-            for key, example in found:
+            for key, example in examples:
                 self.report.examples += 1
                 self.report.tokens += len(example.ids)
                 self.report.counted_tokens += sum(example.counted)
                 yield key, example
 
     def _conversation(self, raw: bytes) -> Example:
-        conversation = self.chat.read(parse(raw))
+        conversation = self.chat.read(parse_chat_line(raw))
         ids, counted = conversation.ids[: self.max_length], conversation.counted[: self.max_length]
         if not any(counted[FIRST_COUNTABLE:]):
             first = conversation.counted.index(True) + 1
@@ -209,12 +219,12 @@ class _Reader:
         return [(array("i", piece).tobytes(), Example(piece, [True] * len(piece))) for piece in usable]
 
 
-# --- files ---------------------------------------------------------------------------------------------------------------------------
+# --- files
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
-    """What the system says about a file, as one line."""
+def _read_errors(file: Path) -> Iterator[None]:
+    """The system's errors while a file is read, as one line."""
     try:
         yield
     except FileNotFoundError as error:
@@ -226,21 +236,21 @@ def _told(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[IO[bytes]]:
-    with _told(file), open(file, "rb") as plain:
-        packed = plain.peek(2)[:2] == b"\x1f\x8b"
-        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if packed else plain
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    with _read_errors(file), open(file, "rb") as plain:
+        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
+        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
 
 
-def is_json(file: Path) -> bool:
-    """Whether it holds conversations, by its name; else it is plain text."""
+def is_chat_file(file: Path) -> bool:
+    """Whether a file holds conversations, by its name; otherwise it is plain text."""
     name = file.name.lower().removesuffix(".gz")
     return name.endswith((".jsonl", ".ndjson", ".json"))
 
 
-def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation); blank lines are passed over."""
-    with _opened(file) as stream:
+def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, JSON of one conversation) of each line or array item; blank lines are left out. InputError when the file is unreadable."""
+    with _open(file) as stream:
         if stream.peek(64).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
             yield from _array_items(file, stream.read())
             return
@@ -251,21 +261,22 @@ def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
     try:
-        items = json.loads(_decode(content))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}:{error.lineno}: a JSON array that is broken here ({error.msg}); write one conversation a line") from error
+        items = parse_json(content)
+    except InputError as error:
+        raise InputError(f"{file}: a JSON array with an error ({error}); repair it, or write one conversation a line") from error
     for number, item in enumerate(items, start=1):
         yield f"{file}, item {number}", json.dumps(item).encode()
 
 
 def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
     """(where, text) of each document; `where` names the line that it begins on."""
-    begin, number, lines = 1, 0, list[bytes]()
-    with _opened(file) as stream:
+    begin, number = 1, 0
+    lines: list[bytes] = []
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
-            first, *more = line.split(END_OF_TEXT.encode())
+            first, *rest = line.split(END_OF_TEXT.encode())
             lines.append(first)
-            for part in more:
+            for part in rest:
                 if document := b"".join(lines).strip():
                     yield f"{file}:{begin}", document
                 begin, lines = number + (not part.strip()), [part]
@@ -280,80 +291,101 @@ def _decode(raw: bytes) -> str:
         raise InputError(f"not UTF-8 at byte {error.start}; save the file as UTF-8 or drop the line") from error
 
 
-def parse(raw: bytes) -> Any:
-    """The JSON of one line; InputError says why there is none."""
+def parse_chat_line(raw: bytes) -> Any:
+    """The JSON value of one line; InputError when it is none."""
+    content = _decode(raw)
     try:
-        return json.loads(_decode(raw))
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON ({error.msg} at character {error.pos + 1}); repair or drop the line") from error
-    except RecursionError as error:
-        raise InputError("JSON nested too deeply; repair or drop the line") from error
+        return parse_json(content)
+    except InputError as error:
+        raise InputError(f"{error}; repair or drop the line") from error
 
 
-# --- split and batches ---------------------------------------------------------------------------------------------------------------
+# --- split and batches
 
 
-def _draw(raw: bytes) -> float:
+def _uniform_hash(raw: bytes) -> float:
     """A number in [0, 1) that depends on the content alone."""
     return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / 2**48
 
 
-def _split(found: Examples, draws: Sequence[float], share: float) -> tuple[Examples, Examples]:
-    """(train, held out): those whose draw lies below the share; never everything, and never nothing when there are two or more."""
-    apart = {i for i, draw in enumerate(draws) if draw < share}
-    if share > 0 and not apart and len(found) > 1:
-        apart = {min(range(len(found)), key=draws.__getitem__)}
-    if apart and len(apart) == len(found):
-        apart.remove(max(apart, key=draws.__getitem__))
-    sides = Examples(), Examples()
-    for i, example in enumerate(found):
-        sides[i in apart].append(example)
-    return sides
+def _split(examples: Examples, draws: Sequence[float], share: float) -> tuple[Examples, Examples]:
+    """(training, held out): examples whose draw is below the share; of two or more examples, never all and never none of them."""
+    chosen = {i for i, draw in enumerate(draws) if draw < share}
+    if share > 0 and not chosen and len(examples) > 1:
+        chosen = {min(range(len(examples)), key=draws.__getitem__)}
+    if chosen and len(chosen) == len(examples):
+        chosen.remove(max(chosen, key=draws.__getitem__))
+    train, heldout = Examples(), Examples()
+    for i, example in enumerate(examples):
+        (heldout if i in chosen else train).append(example)
+    return train, heldout
 
 
 class Batches:
     """Batches of at most `batch_tokens` tokens, padding included, of examples of about one length.
 
-    Which examples go together and in which order is a function of (seed, epoch), so a place in the data is two numbers: epoch, index.
+    The batches of an epoch and their order are a function of (seed, epoch), so a place in the data is two numbers:
+    epoch and index of the batch.
     """
 
     def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int = 0) -> None:
-        """OptionError when an example does not fit a batch."""
-        self.examples, self.batch_tokens, self.seed = examples, batch_tokens, seed
+        """OptionError when an example does not fit into a batch."""
+        self.examples = examples
+        self.batch_tokens = batch_tokens
+        self.seed = seed
         self.lengths = [len(example.ids) for example in examples]
+        self._last_plan: tuple[int | None, list[list[int]]] = (-1, [])
         if self.lengths and max(self.lengths) > batch_tokens:
             longest = max(self.lengths)
             raise OptionError(f"batch_tokens is {batch_tokens}, the longest example has {longest} tokens: raise it or lower max_length")
 
     def plan(self, epoch: int | None) -> list[list[int]]:
-        """The epoch's batches as indices of examples; None: by length and not shuffled, for held-out data."""
+        """The batches of an epoch, as indices of examples; None: sorted by length and not shuffled."""
         rng = random.Random(f"{self.seed}/{epoch}")
-        spread = 0.0 if epoch is None else 0.1
-        order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i] * (1 + spread * rng.uniform(-1, 1)))
-        batches, batch, longest = list[list[int]](), list[int](), 0
+        noise = 0.0 if epoch is None else 0.1
+        order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i] * (1 + noise * rng.uniform(-1, 1)))
+        batches: list[list[int]] = []
+        batch: list[int] = []
+        longest = 0
         for i in order:
             longest = max(longest, self.lengths[i])
             if batch and (len(batch) + 1) * longest > self.batch_tokens:
                 batches.append(batch)
                 batch, longest = [], self.lengths[i]
             batch.append(i)
-        batches.extend([batch] if batch else [])
+        if batch:
+            batches.append(batch)
         if epoch is not None:
             rng.shuffle(batches)
         return batches
+
+    def take(self, position: tuple[int, int], count: int) -> tuple[list[list[int]], tuple[int, int]]:
+        """The next `count` batches from a place in the data, and the place after them.
+
+        Args:
+            position: (epoch, index of the batch in it).
+        """
+        epoch, index = position
+        batches: list[list[int]] = []
+        while len(batches) < count:
+            if self._last_plan[0] != epoch:
+                self._last_plan = (epoch, self.plan(epoch))
+            plan = self._last_plan[1]
+            if index >= len(plan):
+                epoch, index = epoch + 1, 0
+            else:
+                batches.append(plan[index])
+                index += 1
+        return batches, (epoch, index)
 
     def tokens(self, batch: Sequence[int]) -> int:
         """Tokens of a batch without its padding."""
         return sum(self.lengths[i] for i in batch)
 
     def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor, Documents]:
-        """(tokens_N int64, counted_N bool, documents): the examples end to end."""
+        """(tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of an example never count."""
         rows = [self.examples[i] for i in batch]
         tokens_N = torch.cat([torch.tensor(row.ids) for row in rows])
         counted_N = torch.cat([torch.tensor(row.counted) for row in rows])
-        return tokens_N, counted_N & ~_first(rows, FIRST_COUNTABLE), Documents(tuple(len(row.ids) for row in rows))
-
-
-def _first(rows: Sequence[Example], count: int) -> Tensor:
-    """bool [N]: the first tokens of every example, which nothing foresees."""
-    return torch.cat([torch.arange(len(row.ids)) < count for row in rows])
+        is_countable_N = torch.cat([torch.arange(len(row.ids)) >= FIRST_COUNTABLE for row in rows])
+        return tokens_N, counted_N & is_countable_N, Documents(tuple(len(row.ids) for row in rows))

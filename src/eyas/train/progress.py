@@ -1,4 +1,4 @@
-"""What a run says while it goes on, and a bar that shows it. The loop knows `Progress` only; the bar knows only it."""
+"""The progress of a run, and a bar that shows it. The loop knows `Progress` only, and so does the bar."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.progress import Progress as RichProgress
 
 __all__ = ["OnProgress", "Progress", "bar", "figures_text"]
 
-QUIET_SECONDS = 30.0  # between lines where there is no terminal
+SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: after every step, every evaluation, and when there is something to say."""
+    """A report of the training loop: after every step, after every evaluation, and with a note for the user."""
 
     step: int
     steps: int
@@ -39,38 +39,41 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 @contextmanager
 def bar(console: Console | None = None) -> Iterator[OnProgress]:
-    """A progress bar on stderr: steps, loss, held-out figures, speed. Where there is no terminal: a line now and then."""
+    """A progress bar on stderr with steps, loss, held-out figures and speed; without a terminal, a line every half minute."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(console)
+        yield _line_printer(console)
         return
     columns = (
-        BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
-    )  # fmt: skip
-    with RichProgress(*columns, console=console, redirect_stdout=False) as shown:
-        task = shown.add_task("training", total=None, said="")
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with RichProgress(*columns, console=console, redirect_stdout=False) as display:
+        task = display.add_task("training", total=None, text="")
 
         def show(now: Progress) -> None:
             heldout = f"  | held-out {figures_text(now.heldout)}" if now.heldout else ""
-            said = f"{figures_text(now.figures)}  {now.tokens_per_second:,.0f} tok/s{heldout}"
-            shown.update(task, completed=now.step, total=now.steps, said=said)
+            text = f"{figures_text(now.figures)}  {now.tokens_per_second:,.0f} tok/s{heldout}"
+            display.update(task, completed=now.step, total=now.steps, text=text)
             if now.note:
-                shown.console.print(now.note, markup=False, highlight=False)
+                display.console.print(now.note, markup=False, highlight=False)
 
         yield show
 
 
-def _lines(console: Console) -> OnProgress:
-    last = 0.0
+def _line_printer(console: Console) -> OnProgress:
+    last_time = 0.0
 
     def show(now: Progress) -> None:
-        nonlocal last
-        if now.note:
-            console.print(now.note, markup=False, highlight=False, soft_wrap=True)
-        elif time.monotonic() - last > QUIET_SECONDS or now.step == now.steps:
-            last = time.monotonic()
-            said = f"step {now.step}/{now.steps}  {figures_text(now.figures)}  lr {now.lr:.3g}  {now.tokens_per_second:,.0f} tok/s"
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+        nonlocal last_time
+        text = now.note
+        if not text and (time.monotonic() - last_time > SECONDS_BETWEEN_LINES or now.step == now.steps):
+            last_time = time.monotonic()
+            text = f"step {now.step}/{now.steps}  {figures_text(now.figures)}  lr {now.lr:.3g}  {now.tokens_per_second:,.0f} tok/s"
+        if text:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     return show

@@ -1,4 +1,4 @@
-"""What is written beside a trained head: training.json for machines, README.md for people. Knows no method: it writes what it is told."""
+"""The record of a training beside its head: training.json for machines, README.md for people. Knows no method."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any
 import torch
 
 from eyas import __version__
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 __all__ = ["options_of", "versions", "write_record"]
 
 
 def versions() -> dict[str, str]:
-    """Of everything that the numbers of a run depend on."""
+    """The versions of everything that the numbers of a run depend on."""
     libraries = {"torch": str(torch.__version__), "transformers": version("transformers")}
     return {"eyas": __version__, "python": platform.python_version(), **libraries}
 
 
 def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"tree.nodes": 60}`: the fields of a dataclass, and of those in it."""
-    found: dict[str, Any] = {}
+    """The fields of a dataclass and of the dataclasses in it, as `{"tree.nodes": 60}`."""
+    values: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)
-        found.update(options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value})
-    return found
+        values.update(options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value})
+    return values
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """training.json, with the command line and the versions of this run, and the model card made of it.
+    """Write training.json, with the command line and the versions of this run, and a model card. InputError when it cannot be written.
 
-    The keys of `record` that the card reads: method, target, head, trained_length, options, steps, step, best_step, tokens, seconds,
+    The model card reads these keys of `record`: method, target, head, trained_length, options, steps, step, best_step, tokens, seconds,
     processes, examples, heldout.
     """
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -54,8 +54,8 @@ def _card(record: Mapping[str, Any]) -> str:
     table = f"On {record['examples']['heldout']:,} held-out examples:\n\n| | |\n|---|---|\n{figures}"
     return f"""# {method} draft head for {target}
 
-Guesses the next tokens of {target} (fingerprint `{record["target"]["fingerprint"]}`) so that it can check several in one forward pass.
-What is generated is what the target alone generates; a head for another model only makes it slow.
+Drafts the next tokens of {target} (fingerprint `{record["target"]["fingerprint"]}`) which verifies several of them
+in one forward pass. The generated text is that of the target alone; with another target the head only makes generation slow.
 
     eyas generate "..." --target {target if record["target"].get("name") else "TARGET"} --draft THIS_FOLDER --method {method}
 
@@ -71,7 +71,7 @@ Everything about the run is in `training.json`, its losses in `log.jsonl`.
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """What the head is like, as far as it is known."""
+    """Properties of the head, as far as they are known."""
     head, options, facts = record["head"], record["options"], dict[str, str]()
     if "draft_vocab_size" in head:
         facts["tokens that it can draft"] = f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}"

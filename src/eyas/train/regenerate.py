@@ -1,9 +1,10 @@
-"""Conversations answered anew by the target itself: what a draft head is best trained on.
+"""Conversations with new replies by the target itself: what a draft head is best trained on.
 
-    a line of chat data --> Talk --> [ messages so far --> Decoder --> reply ] for each of the assistant's turns --> Answered
+    a line of chat data --> Conversation --> [ messages so far --> Decoder --> reply ] for each assistant's turn --> Regenerated
 
-Many conversations share the Decoder's rows; a conversation's next turn goes on from the keys and values of the last. Each reply has a seed
-of its own, made of the conversation's content and the turn: neither order nor interruption changes what is drawn.
+Several conversations share the Decoder's rows; the next turn of a conversation continues from the keys and values of the
+last one. Each reply has a seed of its own, made of the conversation's content and the turn: neither order nor
+interruption changes what is sampled.
 
 This module knows no method, no output file and no terminal.
 """
@@ -16,212 +17,223 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
-from eyas.drafters import Drafter
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
 from eyas.text import render
 from eyas.train._chat import messages_of
-from eyas.train.data import is_json, json_lines, parse
+from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Answered", "Manner", "Talk", "Unanswered", "answer", "read_lines", "talk_of"]
+__all__ = ["Conversation", "DataLine", "GenerationSettings", "Regenerated", "Skipped", "parse_conversation", "read_lines", "regenerate"]
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How replies are made."""
+class GenerationSettings:
+    """How replies are generated."""
 
     sampling: Sampling = field(default_factory=Sampling)  # its seed goes into the seed of every reply
     max_new_tokens: int = 1024  # of a reply; a longer one is cut there
-    last_only: bool = False  # answer the last turn of the assistant's only, on the turns before it as they are
+    last_only: bool = False  # replace only the last reply; the turns before it stay as they are
     drop_cut: bool = False  # leave out replies that were cut, and what follows them
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of chat data, unread."""
+class DataLine:
+    """A line of chat data, unparsed."""
 
     where: str  # file and number
     raw: bytes
 
     @property
     def key(self) -> dict[str, str | int]:
-        """What names it wherever it stands: a hash of its content."""
+        """Identifies the line by a hash of its content, wherever it stands."""
         return {"key": hashlib.sha256(self.raw).hexdigest()[:20]}
 
 
 @dataclass(frozen=True)
-class Talk:
-    """A conversation to be answered."""
+class Conversation:
+    """A conversation whose replies are to be generated."""
 
-    line: Line
-    id: Any  # the line's own, if it has one
+    line: DataLine
+    id: Any  # the line's "id", if it has one
     messages: list[dict[str, Any]]
-    turns: tuple[int, ...]  # the places of the replies that will be made; the last may be behind the last message
+    turns: tuple[int, ...]  # indices of the messages to generate; the last may be one past the end
 
 
 @dataclass(frozen=True)
-class Answered:
+class Regenerated:
     """A conversation with the target's own replies."""
 
-    talk: Talk
+    conversation: Conversation
     messages: list[dict[str, Any]]
     finish: tuple[str, ...]  # of each reply: "stop" | "length" (cut)
     tokens: tuple[int, ...]  # of each reply
-    ended: str  # why it ends before its last turn; mostly empty
-    emitted: int  # tokens from cycles, and cycles: for tau
+    ended: str  # why the conversation ends before its last turn; mostly empty
+    emitted: int  # tokens of draft cycles, without the prefill's token
     cycles: int
 
 
 @dataclass(frozen=True)
-class Unanswered:
+class Skipped:
     """A conversation without a reply that can be kept."""
 
-    talk: Talk
+    conversation: Conversation
     reason: str
-    dropped: bool  # its first reply was made, cut, and left out
-    tokens: int = 0
+    dropped: bool  # its first reply was generated, cut, and left out
+    tokens: int = 0  # of that reply
 
 
-# --- lines ---------------------------------------------------------------------------------------------------------------------------
+# --- lines
 
 
-def read_lines(paths: Sequence[str | Path]) -> Iterator[Line]:
+def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
     """All lines that are not blank. InputError when a file cannot be read, or holds no conversations."""
     for path in map(Path, paths):
-        if not is_json(path):
+        if not is_chat_file(path):
             raise InputError(f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson or .json")
-        for where, raw in json_lines(path):
-            yield Line(where, raw)
+        for where, raw in chat_lines(path):
+            yield DataLine(where, raw)
 
 
-def talk_of(line: Line, manner: Manner) -> Talk:
-    """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}. InputError says why there is none.
+def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversation:
+    """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}. InputError when it cannot be used.
 
-    What the assistant says before anybody asked stays. A conversation that ends with a question gets an answer.
+    Assistant's messages before the first question stay. A conversation that ends with a question gets a reply to it.
     """
-    record = parse(line.raw)
+    record = parse_chat_line(line.raw)
     if isinstance(record, Mapping) and isinstance(record.get("prompt"), str) and not {"messages", "conversations"} & record.keys():
         record = {**record, "messages": [{"role": "user", "content": record["prompt"]}]}
     messages = messages_of(record)
-    asked = next((k for k, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > asked]
+    first_question = next((k for k, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > first_question]
     if messages and messages[-1]["role"] == "user":
         turns.append(len(messages))
     if not turns:
         raise InputError("nobody asks anything, so there is nothing to answer; drop the line")
-    turns = turns[-1:] if manner.last_only else turns
+    turns = turns[-1:] if settings.last_only else turns
     if any(message["role"] == "tool" for message in messages[turns[0] :]):
         raise InputError("a tool's turn belongs to a reply that would be replaced; drop the line (or --last-only, where the last has none)")
-    return Talk(line, record.get("id"), messages, tuple(turns))
+    return Conversation(line, record.get("id"), messages, tuple(turns))
 
 
-# --- replies -------------------------------------------------------------------------------------------------------------------------
+# --- replies
 
 
-def answer(
+def regenerate(
     drafter: Drafter,
     tokenizer: PreTrainedTokenizerBase,
     eos: frozenset[int],
-    talks: Iterable[Talk],
-    manner: Manner,
+    conversations: Iterable[Conversation],
+    settings: GenerationSettings,
     rows: int,
     on_step: Callable[[int], None] | None = None,
-) -> Iterator[Answered | Unanswered]:
-    """Conversations as they are finished, in whatever order; `rows` of them are in work at a time.
+) -> Iterator[Regenerated | Skipped]:
+    """Generate the replies of conversations, `rows` of them at a time; yields them in the order in which they end.
 
     Args:
         eos: tokens that end a reply.
-        on_step: told the tokens that each cycle made.
+        on_step: called with the number of tokens of each cycle.
     """
-    desk = _Desk(drafter, tokenizer, eos, manner, rows)
-    waiting = iter(talks)
-    more = True
+    scheduler = _Scheduler(drafter, tokenizer, eos, settings, rows)
+    waiting = iter(conversations)
+    has_more = True
     while True:
-        while more and len(desk.open) < rows:
-            talk = next(waiting, None)
-            more = talk is not None
-            if talk is not None and (refused := desk.take(talk)) is not None:
-                yield refused
-        if not desk.open:
+        while has_more and len(scheduler.active) < rows:
+            conversation = next(waiting, None)
+            has_more = conversation is not None
+            if conversation is not None and (skipped := scheduler.start(conversation)) is not None:
+                yield skipped
+        if not scheduler.active:
             return
-        for step in desk.decoder.step():
+        for step in scheduler.decoder.step():
             if on_step is not None:
                 on_step(len(step.tokens))
-            if (done := desk.hear(step)) is not None:
-                yield done
+            if (ended := scheduler.add_step(step)) is not None:
+                yield ended
 
 
-class _Open:
-    """A conversation in work."""
+class _ActiveConversation:
+    """A conversation whose replies are being generated."""
 
-    def __init__(self, talk: Talk) -> None:
-        self.talk, self.turns = talk, list(talk.turns)
-        self.messages = talk.messages[: talk.turns[0]]
-        self.reply: list[int] = []
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.messages = conversation.messages[: conversation.turns[0]]  # so far
+        self.turns = list(conversation.turns)  # still to be generated, the current one first
+        self.reply: list[int] = []  # tokens of the current turn
         self.finish: list[str] = []
         self.tokens: list[int] = []
         self.totals = StepTotals()
 
-    def closed(self, ended: str = "", dropped: bool = False) -> Answered | Unanswered:
+    def result(self, ended: str = "", dropped: bool = False) -> Regenerated | Skipped:
+        """The conversation up to its last reply. `ended`: why it ends early."""
         if not self.finish:
-            return Unanswered(self.talk, ended, dropped, len(self.reply))
-        kept = self.messages
-        while kept[-1]["role"] != "assistant":  # questions that have no answer
-            kept = kept[:-1]
-        return Answered(self.talk, kept, tuple(self.finish), tuple(self.tokens), ended, self.totals.emitted, self.totals.cycles)
+            return Skipped(self.conversation, ended, dropped, len(self.reply))
+        messages = self.messages
+        while messages[-1]["role"] != "assistant":  # questions without a reply
+            messages = messages[:-1]
+        return Regenerated(
+            self.conversation, messages, tuple(self.finish), tuple(self.tokens), ended, self.totals.emitted, self.totals.cycles
+        )
 
 
-class _Desk:
+class _Scheduler:
     """The conversations in work, and the Decoder that they share."""
 
-    def __init__(self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], manner: Manner, rows: int) -> None:
-        self.tokenizer, self.eos, self.manner = tokenizer, eos, manner
+    def __init__(
+        self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], settings: GenerationSettings, rows: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos = eos
+        self.settings = settings
         self.context = drafter.target.context
         self.decoder = Decoder(drafter.target, drafter, rows, reuse=True)
-        self.open: dict[int, _Open] = {}  # by the Decoder's ticket
+        self.active: dict[int, _ActiveConversation] = {}  # by the Decoder's request number
 
-    def take(self, talk: Talk) -> Answered | Unanswered | None:
-        """Begin a conversation; what becomes of it when it cannot be."""
-        return self._ask(_Open(talk))
+    def start(self, conversation: Conversation) -> Regenerated | Skipped | None:
+        """Begin a conversation; returns it when it cannot be begun."""
+        return self._add_request(_ActiveConversation(conversation))
 
-    def hear(self, step: Step) -> Answered | Unanswered | None:
-        """What a cycle brought; the conversation that it ends."""
-        talk = self.open[step.request]
-        talk.reply += step.tokens
-        talk.totals.add(step)
+    def add_step(self, step: Step) -> Regenerated | Skipped | None:
+        """Add the tokens of a cycle; returns the conversation if it ends with them."""
+        active = self.active[step.request]
+        active.reply += step.tokens
+        active.totals.add(step)
         if step.finish is None:
             return None
-        del self.open[step.request]
-        if step.finish == "length" and self.manner.drop_cut:
-            return talk.closed(f"the reply was cut after {len(talk.reply)} tokens", dropped=True)
-        text = self.tokenizer.decode(talk.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        talk.messages = [*talk.messages, {"role": "assistant", "content": text}]
-        talk.finish.append(step.finish)
-        talk.tokens.append(len(talk.reply))
-        talk.reply, turn = [], talk.turns.pop(0)
-        if not talk.turns:
-            return talk.closed()
-        talk.messages += talk.talk.messages[turn + 1 : talk.turns[0]]
-        return self._ask(talk)
+        del self.active[step.request]
+        if step.finish == "length" and self.settings.drop_cut:
+            return active.result(f"the reply was cut after {len(active.reply)} tokens", dropped=True)
+        text = self.tokenizer.decode(active.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        active.messages = [*active.messages, {"role": "assistant", "content": text}]
+        active.finish.append(step.finish)
+        active.tokens.append(len(active.reply))
+        active.reply = []
+        turn = active.turns.pop(0)
+        if not active.turns:
+            return active.result()
+        active.messages += active.conversation.messages[turn + 1 : active.turns[0]]
+        return self._add_request(active)
 
-    def _ask(self, talk: _Open) -> Answered | Unanswered | None:
+    def _add_request(self, active: _ActiveConversation) -> Regenerated | Skipped | None:
+        """Ask for the next reply; returns the conversation when that is impossible."""
         try:
-            prompt = tuple(render(self.tokenizer, talk.messages))
+            prompt = tuple(render(self.tokenizer, active.messages))
             room = self.context - len(prompt)
             if room < 1:
-                return talk.closed(f"{len(prompt)} tokens before the reply do not fit the context of {self.context}")
-            law = replace(self.manner.sampling, seed=self._seed(talk))
-            ticket = self.decoder.add(Request(prompt, min(self.manner.max_new_tokens, room), law, self.eos))
+                return active.result(f"{len(prompt)} tokens before the reply do not fit the context of {self.context}")
+            sampling = replace(self.settings.sampling, seed=self._seed(active))
+            request = Request(prompt, min(self.settings.max_new_tokens, room), sampling, self.eos)
+            number = self.decoder.add(request)
         except InputError as error:
-            return talk.closed(str(error))
-        self.open[ticket] = talk
+            return active.result(str(error))
+        self.active[number] = active
         return None
 
-    def _seed(self, talk: _Open) -> int:
-        named = f"{self.manner.sampling.seed}/{talk.talk.line.key['key']}/{talk.turns[0]}"
-        return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
+    def _seed(self, active: _ActiveConversation) -> int:
+        name = f"{self.settings.sampling.seed}/{active.conversation.line.key['key']}/{active.turns[0]}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")

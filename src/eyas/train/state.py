@@ -1,100 +1,169 @@
-"""Files of a run: its state, one file that is always whole, and its log, which resuming cuts back to the state.
+"""The state of a training run, and its file `state.pt`, from which an interrupted run continues.
 
-Knows no method and no net: a state is a dict of tensors and plain values.
+`torch.save` writes a ZIP archive with a CRC-32 of every record, and `torch.load` does not compare them: `load_state` does. So a
+changed bit is either found, or stands where no value depends on it. This module knows no method and no network.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import pickle
+import time
+import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import replaced
+from eyas.files import prepare_folder as prepare
+from eyas.files import write_atomically, write_errors, write_text
 
-__all__ = ["Log", "load_state", "prepare", "save_state", "write_text"]
+__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "prepare", "save_state", "write_text"]
+
+STATE_FILE = "state.pt"
+OLD_KEYS = {  # of files written before version 0.4; read for one more release
+    "optimisers": "optimizers",
+    "evaluated": "evaluated_step",
+    "stale": "evaluations_without_improvement",
+    "sums": "log_sums",
+    "beside": "untrained_tensors",
+}
+KEY_TYPES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "position": (list, tuple),
+    "tokens": int,
+    "seconds": (int, float),
+    "evaluated_step": int,
+    "evaluations_without_improvement": int,
+    "heldout": dict,
+    "log_sums": dict,
+    "best": (dict, type(None)),
+    "net": dict,
+    "optimizers": list,
+    "config": dict,
+}
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder and see that it can be written, before any work is done; InputError when not.
+@dataclass(frozen=True)
+class BestHead:
+    """The head with the lowest held-out loss so far."""
 
-    What a killed run left half written is removed.
-    """
-    with _told(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
-        probe = folder / f".probe.{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+    step: int
+    figures: Mapping[str, float]  # of its evaluation
+    net: Mapping[str, Tensor] = field(default_factory=dict)  # its weights; in the first process only
 
 
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """What the system says when a file cannot be written, as one line."""
-    try:
+@dataclass
+class TrainState:
+    """All values that a run changes, apart from the weights and the optimizer's own state."""
+
+    step: int = 0  # updates of the weights so far
+    position: tuple[int, int] = (0, 0)  # epoch, and index of the next batch in it
+    tokens: int = 0  # tokens read so far, without padding
+    seconds_before: float = 0.0  # training time of earlier sessions
+    evaluated_step: int = 0  # step of the last evaluation
+    evaluations_without_improvement: int = 0  # since the best one
+    heldout: dict[str, float] = field(default_factory=dict)  # figures of the last evaluation
+    best: BestHead | None = None
+    log_sums: dict[str, float] = field(default_factory=dict)  # sums over the steps since the last line of the log
+
+    def __post_init__(self) -> None:
+        self.session_start = time.perf_counter()
+        self.session_tokens = self.tokens
+        self.is_consistent = True  # False while the weights and the step number are being changed
+
+    @property
+    def seconds(self) -> float:
+        """Training time of all sessions."""
+        return self.seconds_before + time.perf_counter() - self.session_start
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this session, evaluations included."""
+        return (self.tokens - self.session_tokens) / (time.perf_counter() - self.session_start)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Mark the state as inconsistent until the block has ended well: such a state is never saved."""
+        self.is_consistent = False
         yield
-    except (OSError, RuntimeError) as error:  # torch.save turns some of the former into the latter
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        reason = "no space left; free some and resume" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"cannot write {path}: {reason}") from error
+        self.is_consistent = True
+
+    def add_evaluation(self, figures: dict[str, float], best: BestHead | None, is_worse: bool) -> None:
+        """An evaluation at the current step. `best`: the best head so far, this one included."""
+        self.evaluated_step = self.step
+        self.heldout = figures
+        self.best = best
+        self.evaluations_without_improvement = self.evaluations_without_improvement + 1 if is_worse else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values as `state.pt` holds them."""
+        best = self.best and {"step": self.best.step, "figures": dict(self.best.figures), "net": dict(self.best.net)}
+        return {
+            "step": self.step,
+            "position": list(self.position),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "evaluated_step": self.evaluated_step,
+            "evaluations_without_improvement": self.evaluations_without_improvement,
+            "heldout": self.heldout,
+            "best": best,
+            "log_sums": self.log_sums,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
+        """The state that `to_dict` described. InputError, which names the file, where values have other types."""
+        best = saved["best"]
+        try:
+            epoch, index = saved["position"]
+            state = cls(
+                step=saved["step"],
+                position=(int(epoch), int(index)),
+                tokens=saved["tokens"],
+                seconds_before=float(saved["seconds"]),
+                evaluated_step=saved["evaluated_step"],
+                evaluations_without_improvement=saved["evaluations_without_improvement"],
+                heldout=_floats(saved["heldout"]),
+                best=None if best is None else BestHead(int(best["step"]), _floats(best["figures"]), dict(best["net"])),
+                log_sums=_floats(saved["log_sums"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} has values of the wrong types; delete it to start the training anew") from error
+        if min(state.step, state.tokens, *state.position) < 0:
+            raise InputError(f"{path} has negative counts; delete it to start the training anew")
+        return state
 
 
-def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """InputError when it cannot be written; what was there then stays."""
-    with _told(path), replaced(path) as stream:
-        torch.save(dict(state), stream)
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def save_state(path: Path, saved: Mapping[str, Any]) -> None:
+    """Write a dict of tensors and plain values. InputError when it cannot be written; the file of before then stays."""
+    with write_errors(path), write_atomically(path) as stream:
+        torch.save(dict(saved), stream)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """A saved state, on the CPU; InputError when the file is damaged."""
+    """Read what `save_state` wrote, onto the CPU. InputError when the file is damaged, or is no state of a training."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        with zipfile.ZipFile(path) as archive:
+            damaged_record = archive.testzip()
+        saved = None if damaged_record else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged archive can fail in any part of the two libraries
         raise InputError(f"{path} is damaged ({type(error).__name__}); delete it to start the training anew") from error
-    if not isinstance(state, dict) or "step" not in state:
+    if damaged_record:
+        raise InputError(f"{path} is damaged (checksum of {damaged_record}); delete it to start the training anew")
+    if not isinstance(saved, dict) or "step" not in saved:
         raise InputError(f"{path} is no state of a training; delete it or choose another folder")
-    return state
-
-
-def write_text(path: Path, text: str) -> None:
-    """A small file, always whole."""
-    with _told(path), replaced(path) as stream:
-        stream.write(text.encode())
-
-
-class Log:
-    """One JSON object a line; every one has a "step"."""
-
-    def __init__(self, path: Path, step: int, until: Mapping[str, int] | None = None) -> None:
-        """Keep what an earlier run wrote up to this step: what comes after it will be done again. `until`: of lines with this key, up to
-        another one.
-        """
-        self.path = path
-
-        def last(line: Mapping[str, Any]) -> int:
-            return min((at for key, at in (until or {}).items() if key in line), default=step)
-
-        kept = [line for line in self._lines() if line.get("step", 0) <= last(line)] if step else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if self.path.exists():
-            for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(json.JSONDecodeError):  # a killed run may leave half a line
-                    yield json.loads(text)
-
-    def add(self, entry: Mapping[str, Any]) -> None:
-        with _told(self.path), open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(dict(entry)) + "\n")
-
-    def read(self, key: str) -> list[dict[str, Any]]:
-        """The entries that have this key."""
-        return [line for line in self._lines() if key in line]
+    saved = {OLD_KEYS.get(key, key): value for key, value in saved.items()}
+    for key, types in KEY_TYPES.items():
+        if key not in saved:
+            raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start anew")
+        if not isinstance(saved[key], types) or isinstance(saved[key], bool):
+            raise InputError(f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start anew")
+    return saved

@@ -1,19 +1,20 @@
-"""Features on disk: what the frozen target saw of the training data, written once, trained from as often as one likes.
+"""Features on disk: the target's hidden states for the training data, written once, trained from as often as wanted.
 
-    FOLDER/manifest.json             which target, tokenizer, data and layers, and the plan of the shards; written first
-           examples.safetensors      tokens, marks and lengths of all examples, the held-out ones last: the data files are done with
+    FOLDER/manifest.json             target, tokenizer, data, layers, and the plan of the shards; written first
+           examples.safetensors      tokens, marks and lengths of all examples, the held-out ones last
            shard-00000.safetensors   "layer.K" [tokens, hidden] for each layer K, and "crc32" [examples, layers]
 
-A layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers is what comes after the final norm. Each is a
-tensor of its own, so a method that reads one of them touches a quarter of the bytes of four.
+Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers stands for the output of the final
+norm. Each layer is a tensor of its own, so a method that reads one of four reads a quarter of the bytes.
 
-Examples lie in the shards in a shuffled order: any part of the shards is a fair sample of the data, held-out examples included, and can be
-trained from. A shard is renamed into its place when it is whole, and it names the store that it belongs to. Its header holds the SHA-256 of
-all bytes behind it, which `verify` compares; reading compares a CRC-32 of each example the first time that it is read.
+Examples lie in the shards in a shuffled order: any part of the shards is a fair sample of the data, held-out examples
+included, and can be trained from. A shard is renamed into its place when it is whole, and carries the id of its store.
+Its header has the SHA-256 of all bytes behind it, which `verify` compares; `features` compares the CRC-32 of an example
+when it is first read.
 
-Reading is memory-mapped. This module knows no model and no method.
+Files are memory-mapped. This module knows no model and no method.
 
-Letters: N tokens of a shard, R examples, T tokens of an example, D hidden, F = layers x D.
+Shapes: N tokens of a shard, R examples, T tokens of an example, D hidden size, F = layers x D.
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.train._manifest import DTYPES, EXAMPLES, MANIFEST, Manifest, Plan, Settings, Shard, identity, plan, shown
-from eyas.train._tensors import digest_of, digest_of_file, read_header, view_of, write_tensors
+from eyas.train._manifest import (
+    DTYPES,
+    EXAMPLES_FILE,
+    MANIFEST_FILE,
+    FeatureSettings,
+    Manifest,
+    Shard,
+    StorePlan,
+    format_value,
+    plan_store,
+    tokenizer_identity,
+)
+from eyas.train._tensors import byte_view, file_digest, read_header, tensors_digest, write_tensors
 from eyas.train.data import Data, Example
 
 if TYPE_CHECKING:
@@ -40,72 +52,90 @@ if TYPE_CHECKING:
 
     from eyas.core.target import Target
 
-__all__ = ["DTYPES", "MANIFEST", "Manifest", "Plan", "Settings", "Shard", "Store", "Stored", "identity", "plan"]
+__all__ = [
+    "DTYPES",
+    "MANIFEST_FILE",
+    "REPAIR",
+    "FeatureSettings",
+    "FeatureStore",
+    "Manifest",
+    "Shard",
+    "StorePlan",
+    "StoredExamples",
+    "plan_store",
+    "tokenizer_identity",
+]
+
+MISSING = "missing"
+REPAIR = "delete it and run `eyas features` as before: that shard alone is made again"
 
 
-class Store:
-    """A folder of features: what is in it, and the features of any example."""
+class FeatureStore:
+    """A folder of features: its examples, and the features of any of them."""
 
     def __init__(self, folder: Path) -> None:
         """InputError when the manifest or the examples are missing or damaged."""
-        self.folder, self.manifest = folder, Manifest.read(folder)
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
         self.settings = self.manifest.settings
         self.id = self.manifest.id
         tensors = self._read_examples()
         self.tokens, self.counted = tensors["tokens"], tensors["counted"]
-        self.lengths, self.order = tensors["lengths"].tolist(), tensors["order"].tolist()
+        self.lengths: list[int] = tensors["lengths"].tolist()
+        self.order: list[int] = tensors["order"].tolist()  # examples in the order of the shards
         self.begins = [0, *accumulate(self.lengths)]
-        self._shard_of, self._row_of, self._nth_of = self._places()
+        self._shard_of, self._row_of, self._number_of = self._places()
         self._files: dict[int, Any] = {}
         self._checksums: dict[int, Tensor] = {}
-        self._checked = bytearray(len(self.lengths) * len(self.settings.layers))
+        self._is_checked = bytearray(len(self.lengths) * len(self.settings.layers))
 
     def _read_examples(self) -> dict[str, Tensor]:
-        path = self.folder / EXAMPLES
+        path = self.folder / EXAMPLES_FILE
         try:
             tensors = load_file(path)
-            found = digest_of({name: tensors[name] for name in ("lengths", "order", "tokens", "counted")})
+            digest = tensors_digest({name: tensors[name] for name in ("lengths", "order", "tokens", "counted")})
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"{path} is missing or damaged ({type(error).__name__}): take it from where the features were made") from error
-        if found != self.manifest.examples_sha256:
+        if digest != self.manifest.examples_sha256:
             raise InputError(f"{path} has another checksum than the manifest says: take it from where the features were made")
         return tensors
 
     def _places(self) -> tuple[list[int], list[int], list[int]]:
-        """For each example: its shard, its first row there, its number there."""
-        shard_of, row_of, nth_of = ([0] * len(self.order) for _ in range(3))
-        for number, shard in enumerate(self.manifest.shards):
+        """For each example: its shard, its first row in it, its number in it."""
+        count = len(self.order)
+        shard_of, row_of, number_of = [0] * count, [0] * count, [0] * count
+        for shard, planned in enumerate(self.manifest.shards):
             row = 0
-            for nth, i in enumerate(self.order[shard.first : shard.first + shard.examples]):
-                shard_of[i], row_of[i], nth_of[i] = number, row, nth
+            for number, i in enumerate(self.order[planned.first : planned.first + planned.examples]):
+                shard_of[i], row_of[i], number_of[i] = shard, row, number
                 row += self.lengths[i]
-        return shard_of, row_of, nth_of
+        return shard_of, row_of, number_of
 
     def path(self, shard: int) -> Path:
         return self.folder / self.manifest.shards[shard].file
 
     def fault(self, shard: int) -> str:
-        """What is wrong with a shard as far as its header and size tell: "missing", a sentence, or nothing."""
+        """The fault of a shard, as far as its header and size tell: MISSING, a sentence, or an empty string."""
         path, planned = self.path(shard), self.manifest.shards[shard]
         if not path.exists():
-            return "missing"
+            return MISSING
         try:
-            header, begin, end = read_header(path)
+            metadata, begin, end = read_header(path)
         except InputError as error:
             return str(error)
-        size, said = path.stat().st_size, header.get("__metadata__", {})
+        size = path.stat().st_size
         if size != end or end - begin != planned.bytes:
             return f"{path} has {size:,} bytes instead of {begin + planned.bytes:,}"
-        if said.get("store") != self.id or planned.sha256 not in (None, said.get("sha256")):
-            return f"{path} belongs to other features than {MANIFEST} beside it"
+        if metadata.get("store") != self.id or planned.sha256 not in (None, metadata.get("sha256")):
+            return f"{path} belongs to other features than {MANIFEST_FILE} beside it"
         return ""
 
     def missing(self) -> list[int]:
-        """Shards that are not there, or not whole."""
+        """The shards that are missing or not whole."""
         return [shard for shard in range(len(self.manifest.shards)) if self.fault(shard)]
 
     def in_shard(self, shard: int) -> list[int]:
-        """Its examples, in the order of its rows."""
+        """The examples of a shard, in the order of its rows."""
         planned = self.manifest.shards[shard]
         return self.order[planned.first : planned.first + planned.examples]
 
@@ -114,116 +144,122 @@ class Store:
         return Example(self.tokens[span].tolist(), self.counted[span].bool().tolist())
 
     def features(self, number: int, layers: Sequence[int]) -> Tensor:
-        """[T, F]: these layers of an example, side by side. InputError when the bytes are not those that were written."""
-        self.need(layers)
+        """[T, F]: these layers of an example, side by side. InputError when layers are missing or bytes were changed."""
+        self.check_layers(layers)
         shard, row, length = self._shard_of[number], self._row_of[number], self.lengths[number]
-        file = self._opened(shard)
         parts = []
         for k in layers:
             column = self.settings.layers.index(k)
-            part = file.get_slice(f"layer.{k}")[row : row + length]
-            at = number * len(self.settings.layers) + column
-            if not self._checked[at]:
-                if zlib.crc32(view_of(part)) != int(self._checksums[shard][self._nth_of[number], column]):
-                    raise InputError(f"{self.path(shard)} is damaged (layer {k} of an example); {self._cure}")
-                self._checked[at] = 1
+            part = self._read_layer(shard, k)[row : row + length]
+            flag = number * len(self.settings.layers) + column
+            if not self._is_checked[flag]:
+                if zlib.crc32(byte_view(part)) != int(self._checksums[shard][self._number_of[number], column]):
+                    raise InputError(f"{self.path(shard)} is damaged (layer {k} of an example); {REPAIR}")
+                self._is_checked[flag] = 1
             parts.append(part)
         return torch.cat(parts, -1)
 
-    @property
-    def _cure(self) -> str:
-        return "delete it and run `eyas features` as before: that shard alone is made again"
-
-    def _opened(self, shard: int) -> Any:
-        if shard not in self._files:
-            path = self.path(shard)
-            try:
-                self._files[shard] = safe_open(path, framework="pt")
-                self._checksums[shard] = self._files[shard].get_tensor("crc32")
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{path} cannot be read ({' '.join(str(error).split())[:100]}); {self._cure}") from error
-        return self._files[shard]
+    def _read_layer(self, shard: int, layer: int) -> Any:
+        """A slice of the shard's file, not read before it is indexed."""
+        path = self.path(shard)
+        try:
+            if shard not in self._files:
+                file = safe_open(path, framework="pt")
+                self._checksums[shard] = file.get_tensor("crc32")  # type: ignore[no-untyped-call]
+                self._files[shard] = file
+            return self._files[shard].get_slice(f"layer.{layer}")
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path} cannot be read ({' '.join(str(error).split())[:100]}); {REPAIR}") from error
 
     # --- for a training
 
     def check(self, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """InputError when these are features of another target or tokenizer."""
-        there, own = self.settings, self.folder
-        if not target.is_named(there.target["fingerprint"]):
-            raise InputError(f"{own} holds features of another target: {there.target['name']!r}, not {target.name!r}")
-        mine = identity(tokenizer) if tokenizer is not None else there.tokenizer
-        other = [part for part in mine if mine[part] != there.tokenizer.get(part)]
-        if other:
-            raise InputError(f"{own} was made with another tokenizer than {target.name!r} has now: its {other[0]} differs")
+        settings = self.settings
+        if not target.is_named(settings.target["fingerprint"]):
+            raise InputError(f"{self.folder} holds features of another target: {settings.target['name']!r}, not {target.name!r}")
+        identity = tokenizer_identity(tokenizer) if tokenizer is not None else settings.tokenizer
+        for part, digest in identity.items():
+            if digest != settings.tokenizer.get(part):
+                raise InputError(f"{self.folder} was made with another tokenizer than {target.name!r} has now: its {part} differs")
 
-    def need(self, layers: Sequence[int]) -> None:
-        """InputError when layers are asked for that are not there."""
-        there = self.settings.layers
-        absent = [k for k in layers if k not in there]
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """InputError when some of these layers are not in the store."""
+        stored = self.settings.layers
+        absent = [k for k in layers if k not in stored]
         if absent:
-            needed = shown(sorted({*there, *layers}))
+            needed = format_value(sorted({*stored, *layers}))
             raise InputError(
-                f"{self.folder} holds layers {shown(there)}, and this head also reads {shown(absent)}: "
+                f"{self.folder} holds layers {format_value(stored)}, and this head also reads {format_value(absent)}: "
                 f"make features with `eyas features --layers {needed}`"
             )
 
     def data(self) -> Data:
-        """What can be trained from: the examples whose shards are there, in the order in which `data.read` gives them.
+        """The examples whose shards are there, in the order of `data.read`.
 
         InputError when a shard is there but not whole, or when there is none.
         """
         faults = {shard: fault for shard in range(len(self.manifest.shards)) if (fault := self.fault(shard))}
-        broken = [fault for fault in faults.values() if fault != "missing"]
+        broken = [fault for fault in faults.values() if fault != MISSING]
         if broken:
-            raise InputError(f"{broken[0]}; {self._cure}")
-        there = [i for i in range(len(self.lengths)) if self._shard_of[i] not in faults]
-        train = self.manifest.train
-        if not any(i < train for i in there):
+            raise InputError(f"{broken[0]}; {REPAIR}")
+        available = [i for i in range(len(self.lengths)) if self._shard_of[i] not in faults]
+        train = [i for i in available if i < self.manifest.train]
+        heldout = [i for i in available if i >= self.manifest.train]
+        if not train:
             raise InputError(f"{self.folder} holds no shard to train from yet: run `eyas features` as before, it goes on")
-        sides = (Stored(self, [i for i in there if i < train]), Stored(self, [i for i in there if i >= train]))
-        return Data(*sides, self.manifest.report, self.settings.data["sha256"])
+        return Data(StoredExamples(self, train), StoredExamples(self, heldout), self.manifest.report, self.settings.data["sha256"])
 
-    # --- checking and finishing
+    # --- checking and writing
 
     def verify(self, on_shard: Callable[[int], None] | None = None) -> list[str]:
-        """Compare every checksum; what is wrong, one line for each shard that is there and not what was written."""
+        """Compare every checksum; returns one line for each shard that is there and damaged.
+
+        Args:
+            on_shard: called with the bytes of each shard that was checked.
+        """
         problems = []
         for shard, planned in enumerate(self.manifest.shards):
             fault = self.fault(shard)
             if not fault:
-                header, begin, _ = read_header(self.path(shard))
-                if digest_of_file(self.path(shard), begin) != header["__metadata__"]["sha256"]:
+                metadata, begin, _ = read_header(self.path(shard))
+                if file_digest(self.path(shard), begin) != metadata["sha256"]:
                     fault = f"{self.path(shard)} is damaged: its checksum is another"
-            problems += [f"{fault}; {self._cure}"] if fault not in ("", "missing") else []
+            if fault not in ("", MISSING):
+                problems.append(f"{fault}; {REPAIR}")
             if on_shard is not None:
                 on_shard(planned.bytes)
         return problems
 
-    def put(self, shard: int, features: Mapping[int, Tensor]) -> None:
-        """Write a shard: layer -> [N, D]. OSError when it cannot be written; nothing is left of it then."""
+    def write_shard(self, shard: int, features: Mapping[int, Tensor]) -> None:
+        """Write a shard. OSError when it cannot be written; nothing is left of it then.
+
+        Args:
+            features: layer -> [N, D].
+        """
         bounds = [0, *accumulate(self.lengths[i] for i in self.in_shard(shard))]
-        spans = list(pairwise(bounds))
-        sums = [[zlib.crc32(view_of(features[k][a:b])) for k in self.settings.layers] for a, b in spans]
-        tensors = {"crc32": torch.tensor(sums), **{f"layer.{k}": features[k] for k in self.settings.layers}}
+        checksums = [[zlib.crc32(byte_view(features[k][begin:end])) for k in self.settings.layers] for begin, end in pairwise(bounds)]
+        tensors = {"crc32": torch.tensor(checksums), **{f"layer.{k}": features[k] for k in self.settings.layers}}
         write_tensors(self.path(shard), tensors, {"store": self.id})
 
     def finish(self) -> bool:
-        """When all shards are there: their checksums go into the manifest too. Whether they are."""
+        """If all shards are there, copy their checksums into the manifest and return True."""
         if self.missing():
             return False
         if any(shard.sha256 is None for shard in self.manifest.shards):
-            sums = [read_header(self.path(i))[0]["__metadata__"]["sha256"] for i in range(len(self.manifest.shards))]
-            shards = tuple(replace(shard, sha256=said) for shard, said in zip(self.manifest.shards, sums, strict=True))
+            digests = [read_header(self.path(i))[0]["sha256"] for i in range(len(self.manifest.shards))]
+            shards = tuple(replace(shard, sha256=digest) for shard, digest in zip(self.manifest.shards, digests, strict=True))
             self.manifest = replace(self.manifest, shards=shards)
             self.manifest.write(self.folder)
         return True
 
 
-class Stored(Sequence[Example]):
-    """Some examples of a store. `features` is what tells them from examples in memory."""
+class StoredExamples(Sequence[Example]):
+    """Some examples of a store; unlike examples in memory they have `features`."""
 
-    def __init__(self, store: Store, numbers: Sequence[int]) -> None:
-        self.store, self.numbers = store, numbers
+    def __init__(self, store: FeatureStore, numbers: Sequence[int]) -> None:
+        self.store = store
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -234,5 +270,5 @@ class Stored(Sequence[Example]):
         return self.store.example(self.numbers[index])
 
     def features(self, index: int, layers: Sequence[int]) -> Tensor:
-        """[T, F]: what the target saw of an example."""
+        """[T, F]: the target's hidden states of an example, these layers side by side."""
         return self.store.features(self.numbers[index], layers)

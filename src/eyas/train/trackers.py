@@ -1,4 +1,4 @@
-"""Where the lines of log.jsonl go besides: TensorBoard and Weights & Biases, when they are installed. Knows no method and no loop."""
+"""Further places for the lines of log.jsonl: TensorBoard and Weights & Biases, if they are installed. Knows no method and no loop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError, OptionError
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 __all__ = ["Tracker", "check_trackers", "open_trackers"]
 
-Tracker = Callable[[Mapping[str, Any] | None], None]  # a line of the log; None: that was all
+Tracker = Callable[[Mapping[str, Any] | None], None]  # called with every line of the log, and with None at the end
 PROJECT = "eyas"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """OptionError when one of them is not installed: cheap, before anything is loaded."""
+    """OptionError when one of them is not installed. Cheap, so that it can be asked before a model is loaded."""
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # the latter: a folder of that name that is no package
@@ -27,14 +27,14 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    """For a run that stands at `step`: what an earlier run wrote beyond it will be written again.
+    """Open trackers for a run at `step`: what an earlier session wrote beyond it is written again.
 
     Raises:
         OptionError: one of them is not installed.
-        InputError: it does not begin: W&B without a key, say.
+        InputError: one cannot be started, for example W&B without a key.
     """
     check_trackers(names)
-    return [_OPEN[name](folder, dict(config), step) for name in names]
+    return [_OPENERS[name](folder, dict(config), step) for name in names]
 
 
 def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
@@ -54,12 +54,13 @@ def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
-    """A resumed run goes on in the run that the folder names. WANDB_MODE=offline and its like are W&B's own."""
-    wandb, kept = importlib.import_module("wandb"), folder / "wandb.id"
-    if not step or not kept.exists():
-        write_text(kept, secrets.token_hex(6))
+    """A resumed run continues the W&B run whose id is in the folder. W&B itself reads WANDB_MODE and similar variables."""
+    wandb = importlib.import_module("wandb")
+    id_file = folder / "wandb.id"
+    if not step or not id_file.exists():
+        write_text(id_file, secrets.token_hex(6))
     try:
-        run = wandb.init(project=PROJECT, name=folder.name, id=kept.read_text(), resume="allow", dir=str(folder), config=config)
+        run = wandb.init(project=PROJECT, name=folder.name, id=id_file.read_text(), resume="allow", dir=str(folder), config=config)
     except Exception as error:  # its own classes, some of them of other packages
         raise InputError(f"W&B does not begin: {' '.join(str(error).split())[:200]}; WANDB_MODE=offline needs no account") from error
 
@@ -73,10 +74,10 @@ def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
-    """`train/loss`, `heldout/loss`: what a chart can show."""
+    """The numbers of a line under the names of charts, `train/loss` and `heldout/loss`."""
     if "heldout" in line:
         return {f"heldout/{name}": float(value) for name, value in line["heldout"].items()}
     return {f"train/{name}": float(value) for name, value in line.items() if name != "step"}
 
 
-_OPEN: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+_OPENERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eyas.errors import InputError
-from eyas.train.data import is_json, json_lines, parse
+from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 
 __all__ = ["BUNDLED", "TASKS", "Task", "files_of", "hub_lines", "lines_of"]
 
@@ -53,7 +53,7 @@ def files_of(name: str, path: Path) -> list[Path]:
         raise InputError(f"task {name}: {path} does not exist; PATH is {TASKS[name].file}")
     if (path / QUESTIONS).is_file():
         return [path / QUESTIONS]
-    here = sorted(file for file in path.iterdir() if file.is_file() and is_json(file))
+    here = sorted(file for file in path.iterdir() if file.is_file() and is_chat_file(file))
     if len(here) == 1:
         return here
     below = sorted(path.glob(f"*/{QUESTIONS}"))
@@ -65,9 +65,9 @@ def files_of(name: str, path: Path) -> list[Path]:
 
 def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
     """(where, record) of every line; the record of a line that is no JSON is the InputError that says so."""
-    for where, raw in json_lines(file):
+    for where, raw in chat_lines(file):
         try:
-            yield where, parse(raw)
+            yield where, parse_chat_line(raw)
         except InputError as error:
             yield where, error
 

@@ -1,0 +1,125 @@
+"""The output folder of a training run: state.pt, the best head in its published format, training.json and README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas import checkpoints
+from eyas.checkpoints import Weights
+from eyas.train.batch_loss import check_finite
+from eyas.train.log import read_log
+from eyas.train.optim import HeadOptimizer
+from eyas.train.record import options_of, write_record
+from eyas.train.setup import TrainSetup
+from eyas.train.state import STATE_FILE, TrainState, load_state, save_state
+
+__all__ = ["TrainOutput"]
+
+
+class TrainOutput:
+    """Reads and writes the folder. Every process of a group calls the same methods; the first one writes."""
+
+    def __init__(self, setup: TrainSetup, folder: Path, about: Mapping[str, Any]) -> None:
+        """`about`: what else training.json says, for example the hash of the data files."""
+        self.setup, self.folder, self.about = setup, folder, dict(about)
+        self.saved_step = -1  # step and last evaluation of the state on disk
+        self.saved_evaluation = 0
+
+    @property
+    def state_file(self) -> Path:
+        return self.folder / STATE_FILE
+
+    @property
+    def saved_state(self) -> str:
+        """For messages: which state is on disk."""
+        return f"the state of step {self.saved_step} stays in {self.folder}" if self.saved_step >= 0 else "no state had been saved yet"
+
+    def load(self, resume: bool) -> dict[str, Any] | None:
+        """The saved state, checked against this run's settings; None when there is none. Without `resume` it is deleted.
+
+        Raises:
+            InputError: the file is damaged.
+            OptionError: it is of a run with other settings.
+        """
+        if not self.setup.group.broadcast(resume and self.state_file.exists()):
+            if self.setup.group.is_first:
+                self.state_file.unlink(missing_ok=True)
+            return None
+        saved = load_state(self.state_file)
+        self.setup.check_same_run(saved, self.state_file)
+        self.saved_step, self.saved_evaluation = saved["step"], saved["evaluated_step"]
+        return saved
+
+    def save(self, state: TrainState, optimizer: HeadOptimizer) -> None:
+        """Write state.pt; and the head as it is, when no evaluation has chosen a best one.
+
+        Raises:
+            EyasError: weights are NaN or infinite; the state of before stays.
+            InputError: the file cannot be written; the state of before stays.
+        """
+        if (state.step, state.evaluated_step) == (self.saved_step, self.saved_evaluation):
+            return
+        setup = self.setup
+        with setup.group.full_weights(setup.net):
+            net = setup.net.state_dict()
+        optimizers = optimizer.state(setup.group.full_tensor)
+        for value in net.values():
+            check_finite(value.detach().sum(), state.step)
+        if setup.group.is_first:
+            saved = {**state.to_dict(), "net": net, "optimizers": optimizers, "config": asdict(setup.config), **setup.identity}
+            save_state(self.state_file, saved)
+        self.saved_step, self.saved_evaluation = state.step, state.evaluated_step
+        if state.best is None:
+            self.publish(state, state.step)
+
+    def publish(self, state: TrainState, head_step: int) -> None:
+        """Write the net as the head of `head_step`, in its published format and dtype, and the record of how it was made."""
+        setup = self.setup
+        with setup.group.full_weights(setup.net):
+            weights = setup.drafter.weights() if setup.group.is_first else None
+        if weights is None:
+            return
+        checkpoints.save(replace(weights, tensors=_in_dtype(weights.tensors, setup.head_dtype)), self.folder)
+        write_record(self.folder, self._record(state, weights, head_step))
+
+    def _record(self, state: TrainState, weights: Weights, head_step: int) -> dict[str, Any]:
+        setup, drafter, target = self.setup, self.setup.drafter, self.setup.drafter.target
+        lines = read_log(self.folder)
+        training_losses = [line["loss"] for line in lines if "loss" in line]
+        return {
+            "method": weights.method,
+            "target": {"name": getattr(target, "name", ""), "fingerprint": target.fingerprint()},
+            **self.about,
+            "head": {key: weights.config[key] for key in ("vocab_size", "draft_vocab_size") if key in weights.config},
+            "trained_length": drafter.trained_length,
+            "options": options_of(drafter.options),
+            "examples": {
+                "train": len(setup.batches.lengths),
+                "heldout": len(setup.heldout_batches.lengths),
+                "sha256": setup.identity["examples"],
+            },
+            "config": asdict(setup.config),
+            "seed": setup.config.seed,
+            "device": target.device.type,
+            "processes": setup.group.size,
+            "precision": "bf16" if setup.use_bf16 else "float32",
+            "steps": setup.total_steps,
+            "step": state.step,
+            "best_step": head_step,
+            "tokens": state.tokens,
+            "seconds": round(state.seconds, 3),
+            "heldout": dict(state.best.figures) if state.best else None,
+            "losses": [{"step": line["step"], **line["heldout"]} for line in lines if "heldout" in line],
+            "last_training_loss": training_losses[-1] if training_losses else None,
+        }
+
+
+def _in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point tensors in this dtype; maps of a vocabulary stay whole numbers."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}

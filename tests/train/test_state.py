@@ -1,0 +1,228 @@
+"""Files of a run that are read back: a changed bit is found, missing or wrong values are refused in one line, and two runs never share a
+folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas import checkpoints
+from eyas.errors import EyasError, InputError
+from eyas.files import locked_output
+from eyas.train.data import Batches
+from eyas.train.log import TrainLog, read_log
+from eyas.train.state import load_state, save_state
+from train import toy
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(checkpoints, "save", toy.save_toy)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "save", toy.save_toy)
+        torch.set_num_threads(1)
+        toy.run(folder, steps=4, save_every=2)
+    return folder
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+# --- state.pt
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
+    """torch.load does not compare checksums: a flipped bit of a weight was loaded as it was. One bit of every 13th byte, so that all
+    parts of the file are hit: the state is refused, or no value depends on that bit (padding, dates). No false alarm."""
+    content = (trained / "state.pt").read_bytes()
+    expected = load_state(trained / "state.pt")
+    rng, refused = random.Random(0), 0
+    for place in range(0, len(content), 13):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << rng.randrange(8)
+        (tmp_path / "state.pt").write_bytes(damaged)
+        try:
+            found = load_state(tmp_path / "state.pt")
+        except InputError:
+            refused += 1
+        else:
+            assert is_same(found, expected), f"a flipped bit at {place} was not found"
+    assert refused > len(content) // 13 // 3
+
+
+def edited(folder: Path, source: Path, **changes: Any) -> Path:
+    """A copy of a run whose state has other values; None removes one."""
+    saved = torch.load(source / "state.pt", weights_only=True)
+    for key, value in changes.items():
+        if value is REMOVED:
+            del saved[key]
+        else:
+            saved[key] = value
+    torch.save(saved, folder / "state.pt")
+    return folder
+
+
+REMOVED = object()
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no position": ({"position": REMOVED}, "position"),
+    "no optimizers": ({"optimizers": REMOVED}, "optimizers"),
+    "config None": ({"config": None}, "config"),
+    "config a list": ({"config": [1]}, "config"),
+    "step a text": ({"step": "3"}, "step"),
+    "step True": ({"step": True}, "step"),
+    "position of one number": ({"position": [1]}, "state.pt"),
+    "position of texts": ({"position": ["a", "b"]}, "state.pt"),
+    "a negative position": ({"position": [0, -3]}, "state.pt"),
+    "best without a net": ({"best": {"step": 1, "figures": {}}}, "state.pt"),
+    "figures that are texts": ({"heldout": {"loss": "low"}}, "state.pt"),
+    "no optimizer states": ({"optimizers": []}, "state.pt"),
+    "optimizer states of another form": ({"optimizers": [{"state": 5}]}, "state.pt"),
+    "a net of numbers": ({"net": {"inner.weight": 5}}, "state.pt"),
+    "betas None": ({"config": {"betas": None}}, "betas"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_state_with_wrong_values_is_one_line(tmp_path: Path, trained: Path, name: str) -> None:
+    """Values that no run has written: a line that names the file, never a traceback."""
+    changes, words = WRONG[name]
+    edited(tmp_path, trained, **changes)
+    with pytest.raises(EyasError, match=words) as raised:
+        toy.run(tmp_path, steps=4, save_every=2)
+    assert "\n" not in str(raised.value)
+    assert "state.pt" in str(raised.value)
+
+
+def test_a_state_is_read_without_running_code(tmp_path: Path) -> None:
+    """A pickle can hold any program; a state from elsewhere must not run one."""
+
+    class Program:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"step": 1, "config": Program()}, tmp_path / "state.pt")
+    with pytest.raises(InputError, match=r"state\.pt is damaged"):
+        load_state(tmp_path / "state.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_state_of_an_earlier_version_goes_on(tmp_path: Path, trained: Path) -> None:
+    """Its keys had other names."""
+    names = {"optimizers": "optimisers", "evaluated_step": "evaluated", "log_sums": "sums", "untrained_tensors": "beside"}
+    names["evaluations_without_improvement"] = "stale"
+    saved = torch.load(trained / "state.pt", weights_only=True)
+    save_state(tmp_path / "state.pt", {names.get(key, key): value for key, value in saved.items()})
+    assert is_same(load_state(tmp_path / "state.pt"), saved)
+    assert toy.run(tmp_path, steps=4, save_every=2).step == 4
+
+
+def test_the_next_batches_across_epochs() -> None:
+    """The place in the data is (epoch, index); an index past the end, as of a damaged file, is the beginning of the next epoch."""
+    batches = Batches(toy.examples(), 48, seed=3)
+    first, second = batches.plan(0), batches.plan(1)
+    count = len(first)
+    assert batches.take((0, count - 1), 3) == ([first[-1], second[0], second[1]], (1, 2))
+    assert batches.take((0, count), 1) == ([second[0]], (1, 1)) == batches.take((0, count + 7), 1)
+
+
+# --- log.jsonl
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "5", "null", "{}", '{"step": "2"}', '{"step": 2, "heldout": 5}', "{", "9" * 5000, "[" * 60_000, '{"step": 2}}']
+)
+def test_log_lines_that_are_none(tmp_path: Path, trained: Path, line: str) -> None:
+    """A line of the log that is no entry is named, when the run is resumed."""
+    (tmp_path / "state.pt").write_bytes((trained / "state.pt").read_bytes())
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1, "loss": 2.0}}\n{line}\n')
+    with pytest.raises(InputError, match=r"log\.jsonl:2: .*delete the line") as raised:
+        toy.run(tmp_path, steps=4, save_every=2)
+    assert "\n" not in str(raised.value)
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # a killed run may leave half a line
+    assert toy.run(tmp_path, steps=4, save_every=2).step == 4
+    assert read_log(tmp_path)[0] == {"step": 1, "loss": 2.0}
+
+
+def test_the_log_keeps_what_the_state_knows(tmp_path: Path) -> None:
+    """Lines after the state's step go, and evaluations after the last one that the state knows."""
+    log = TrainLog(tmp_path, 0, 0)
+    evaluations = [{"step": step, "heldout": {"loss": 1.0}} for step in (3, 4)]
+    entries = [{"step": 2, "loss": 1.0}, evaluations[0], {"step": 4, "loss": 1.0}, evaluations[1]]
+    for entry in [*entries, {"step": 6, "loss": 1.0}]:
+        log.add(entry)
+    TrainLog(tmp_path, 5, 3)
+    assert read_log(tmp_path) == entries[:3]
+
+
+# --- two runs in one folder
+
+HOLD = """
+import sys
+from eyas.files import locked_output
+with locked_output(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """Another process that writes into the folder, once this returns."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """Two runs interleaved their log lines and overwrote each other's state. The message names the other process; when that has gone, even
+    by kill -9, the folder is free."""
+    process = holder(tmp_path)
+    try:
+        with pytest.raises(InputError, match=str(process.pid)) as raised:
+            toy.run(tmp_path, steps=2, warmup_steps=1)
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "state.pt").exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert toy.run(tmp_path, steps=2, warmup_steps=1).step == 2
+    with locked_output(tmp_path):
+        pass  # free again after a run
+
+
+def test_temporary_files_of_living_processes_stay(tmp_path: Path) -> None:
+    """Those of processes that have gone are removed when a run begins: they may be as large as the state."""
+    (tmp_path / "elsewhere").mkdir()
+    process = holder(tmp_path / "elsewhere")
+    alive, dead = tmp_path / f".state.pt.{process.pid}.tmp", tmp_path / ".state.pt.999999999.tmp"
+    alive.write_bytes(b"half")
+    dead.write_bytes(b"half")
+    toy.run(tmp_path, steps=2, warmup_steps=1)
+    assert (alive.exists(), dead.exists()) == (True, False)
+    process.communicate("")
+    toy.run(tmp_path, steps=2, warmup_steps=1)
+    assert not alive.exists()
+    assert json.loads((tmp_path / "training.json").read_text())["step"] == 2

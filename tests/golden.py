@@ -1,4 +1,4 @@
-"""Heads as the reference publishes them, where they are beside this checkout, and what is asked of all of them."""
+"""Results of the reference implementations, where they lie beside this checkout, and checks of heads as their authors published them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from eyas.checkpoints import Weights, load, save
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden")
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden, the results of the reference implementations")
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Equal names, dtypes and values."""
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 def golden_head(name: str, folder: Path) -> Weights:
-    """The head of that name: its .bin and .safetensors must be read alike, and what we write of it as the authors wrote it."""
+    """Load the head of that name; asserts that its .bin and .safetensors are read alike, and are written as their authors wrote them."""
     safe = load(GOLDEN / name)
     for file in ("config.json", "pytorch_model.bin"):
         (folder / file).write_bytes((GOLDEN / name / file).read_bytes())

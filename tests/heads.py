@@ -1,4 +1,4 @@
-"""What the tests of methods with one head per token share."""
+"""For tests of the methods that predict by heads: EAGLE-1, Medusa, Hydra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import zoo
 from eyas.core.drafter import Batch, Drafter, build_options
-from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.nn import Documents
@@ -20,8 +19,6 @@ from eyas.train.alpha import chain_figures
 from eyas.train.data import Batches, Example, Examples
 from eyas.train.features import batch_of as packed
 from eyas.train.loop import TrainConfig, train
-
-LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, repetition_penalty=1.2, seed=5))
 
 
 def tiny_target() -> Target:
@@ -36,14 +33,14 @@ def make(name: str, target: Target, kind: str = "random", **options: Any) -> Any
 
 
 def language(count: int, seed: int) -> Examples:
-    """Few tokens, each with two followers."""
-    generator, found = torch.Generator().manual_seed(seed), Examples()
+    """Examples in a language of few tokens, each of which has two successors."""
+    generator, examples = torch.Generator().manual_seed(seed), Examples()
     for i in range(count):
         ids = [1]
         while len(ids) < 12 + i % 9:
             ids.append(3 + (ids[-1] * 5 + int(torch.randint(2, (), generator=generator))) % 40)
-        found.append(Example(ids, [t >= 4 for t in range(len(ids))]))
-    return found
+        examples.append(Example(ids, [t >= 4 for t in range(len(ids))]))
+    return examples
 
 
 def batch_of(target: Target, layer: int) -> Batch:
@@ -55,27 +52,27 @@ def batch_of(target: Target, layer: int) -> Batch:
     return Batch(tokens_N, torch.cat(features), counted_N, Documents(lengths))
 
 
-def places(batch: Batch, heads: int) -> list[tuple[int, int, int]]:
-    """(head, token, what it foretells) of everything that counts, document by document, by a plain loop."""
-    found, begin = [], 0
+def predictions(batch: Batch, heads: int) -> list[tuple[int, int, int]]:
+    """(head, position, predicted position) of everything that counts, document by document, by a plain loop."""
+    counted, begin = [], 0
     for length in batch.documents.lengths:
         for k, t in itertools.product(range(heads), range(begin, begin + length)):
             goal = t + 2 + k
             if goal < begin + length and batch.counted_N[goal]:
-                found.append((k, t, goal))
+                counted.append((k, t, goal))
         begin += length
-    return found
+    return counted
 
 
-def answer(batch: Batch, target: Target, goal: int, objective: str) -> Tensor:
-    """The law [V] that a head should say."""
+def training_target(batch: Batch, target: Target, goal: int, objective: str) -> Tensor:
+    """The distribution [V] that a head is trained to predict."""
     if objective == "tokens":
         return torch.nn.functional.one_hot(batch.tokens_N[goal], target.vocab_size).float()
     return target.head(batch.features_NF[goal - 1]).softmax(-1)
 
 
 def short_training(drafter: Drafter, folder: Path) -> tuple[float, list[dict[str, float]], dict[str, float]]:
-    """(held-out loss at the beginning, those of the evaluations, the figures of the end) of a few steps through the trainer."""
+    """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and the final figures."""
     heldout = language(12, 1)
     batches = Batches(heldout, 512)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What decoding should give: plain loops over full forwards, without cache, tree or drafter; and a drafter that knows the answer."""
+"""Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.sampling import GumbelNoise, apply_sampling
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.drafters import CycleInput, Drafter, DraftSession
+from eyas.drafters import Drafter, DraftSession
+
+# The settings that most tests of losslessness share.
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, repetition_penalty=1.2, seed=5))
 
 
 @torch.no_grad()
@@ -32,7 +36,7 @@ def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
 
 
 def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], list[Step]]:
-    """All requests through one decoder; tokens in order of the requests, and every step."""
+    """All requests through one decoder; new tokens in the order of the requests, and every step."""
     tickets, tokens, steps = [decoder.add(r) for r in requests], {}, []
     while not decoder.finished:
         for step in decoder.step():
@@ -42,7 +46,7 @@ def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], lis
 
 
 class OracleSession(DraftSession):
-    """Random trees in which the right continuation is hidden, cut off at random depths."""
+    """Drafts random trees in which the right continuation is hidden, cut off at random depths."""
 
     def __init__(self, drafter: Oracle, rows: int) -> None:
         self.drafter, self.random = drafter, random.Random(drafter.seed)
@@ -56,33 +60,37 @@ class OracleSession(DraftSession):
         self.prompt[row] += tokens_T.tolist()
 
     def draft(self, roots: CycleInput) -> Draft:
-        N, depth, vocab = self.drafter.nodes, self.drafter.depth, self.drafter.target.vocab_size
         parents, tokens = [], []
         for b, root in enumerate(roots.tokens_B.tolist()):
             answer = self.drafter.answers.get(tuple(self.prompt[b]), [])
-            done = int(roots.position_B[b]) - len(self.prompt[b]) + 1  # tokens of the answer already emitted
-            row_parents, row_tokens, level, right = [-1], [root], [0], [True]
-            for _ in range(1, N):
-                open_nodes = [n for n in range(len(level)) if level[n] < depth]
-                deepest_right = max(n for n in open_nodes if right[n])
-                parent = self.random.choice([*open_nodes, *[deepest_right] * 3])
-                used = {row_tokens[n] for n in range(len(level)) if row_parents[n] == parent}
-                true = answer[done + level[parent]] if right[parent] and 0 <= done + level[parent] < len(answer) else None
-                if true is not None and true not in used and self.random.random() < 0.8:
-                    token = true
-                else:
-                    token = self.random.choice([t for t in range(vocab) if t not in used])
-                row_parents.append(parent)
-                row_tokens.append(token)
-                level.append(level[parent] + 1)
-                right.append(right[parent] and token == true)
+            emitted = int(roots.position_B[b]) - len(self.prompt[b]) + 1
+            row_parents, row_tokens = self._row(root, answer[emitted:] if emitted >= 0 else [])
             parents.append(row_parents)
             tokens.append(row_tokens)
-        return Draft(Tree.build(torch.tensor(parents), depth), torch.tensor(tokens))
+        return Draft(Tree.build(torch.tensor(parents), self.drafter.depth), torch.tensor(tokens))
+
+    def _row(self, root: int, continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Parents and tokens of one random tree; siblings have different tokens."""
+        parents, tokens, level, on_path = [-1], [root], [0], [True]
+        for _ in range(1, self.drafter.nodes):
+            open_nodes = [n for n in range(len(level)) if level[n] < self.drafter.depth]
+            deepest_right = max(n for n in open_nodes if on_path[n])
+            parent = self.random.choice([*open_nodes, *[deepest_right] * 3])
+            used = {tokens[n] for n in range(len(level)) if parents[n] == parent}
+            right = continuation[level[parent]] if on_path[parent] and level[parent] < len(continuation) else None
+            if right is not None and right not in used and self.random.random() < 0.8:
+                token = right
+            else:
+                token = self.random.choice([t for t in range(self.drafter.target.vocab_size) if t not in used])
+            parents.append(parent)
+            tokens.append(token)
+            level.append(level[parent] + 1)
+            on_path.append(on_path[parent] and token == right)
+        return parents, tokens
 
 
 class Oracle(Drafter):
-    """Knows what each prompt's answer is (prompt -> new tokens)."""
+    """Knows the answer to each prompt: prompt -> new tokens."""
 
     def __init__(self, target: Target, answers: dict[tuple[int, ...], list[int]], nodes: int = 12, depth: int = 5, seed: int = 0) -> None:
         super().__init__(target)

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor
 
 import eyas
-import words
+import toy_tokenizer
 import zoo
 from eyas import checkpoints
 from eyas.api import LLM
@@ -31,14 +31,14 @@ from reference import plain_decode
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(zoo.tiny("llama", vocab_size=words.VOCAB, eos_token_id=1))
+    return Target(zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1))
 
 
 @pytest.fixture(scope="module")
 def llm(target: Target) -> LLM:
     """A target with a random EAGLE head: losslessness needs no good one."""
     drafter = Method.random(target)
-    return LLM(target, drafter, words.byte_tokenizer())
+    return LLM(target, drafter, toy_tokenizer.byte_tokenizer())
 
 
 def plain(llm: LLM, prompt: object, new: int, **sampling: object) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ def test_bad_prompts(llm: LLM) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory, target: Target) -> tuple[Path, Path]:
     base = tmp_path_factory.mktemp("models")
     target.model.save_pretrained(base / "target")
-    words.byte_tokenizer().save_pretrained(base / "target")
+    toy_tokenizer.byte_tokenizer().save_pretrained(base / "target")
     checkpoints.save(Method.random(target).weights(), base / "head")
     return base / "target", base / "head"
 
@@ -180,7 +180,7 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
     assert loaded.generate("Hello there", max_new_tokens=10).token_ids == plain(llm, "Hello there", 10)
     assert eyas.load(model, head, method="eagle1").method == "eagle1"
     assert eyas.load(model).method == "suffix"
-    assert eyas.load(llm.target.model, head, tokenizer=words.byte_tokenizer()).generate("Hi", max_new_tokens=3).token_ids
+    assert eyas.load(llm.target.model, head, tokenizer=toy_tokenizer.byte_tokenizer()).generate("Hi", max_new_tokens=3).token_ids
     for arguments, options, kind, message in (
         ((model, head, "eagel2"), {}, OptionError, "unknown method 'eagel2'; did you mean eagle"),
         ((model, head), {"tree": {"nods": 4}}, OptionError, "unknown option 'tree.nods'; did you mean tree.nodes"),
@@ -197,7 +197,7 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
 
 def test_a_head_of_another_target_warns(folders: tuple[Path, Path]) -> None:
     """Guards the fingerprint: same sizes, other weights."""
-    other = zoo.tiny("llama", seed=9, vocab_size=words.VOCAB)
+    other = zoo.tiny("llama", seed=9, vocab_size=toy_tokenizer.VOCAB)
     with pytest.warns(UserWarning, match="trained for another target"):
         eyas.load(other, folders[1])
     with warnings.catch_warnings():
@@ -208,8 +208,8 @@ def test_a_head_of_another_target_warns(folders: tuple[Path, Path]) -> None:
 def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
     """Guards both numbers in the message."""
     with pytest.raises(CheckpointError, match="hidden size is 48, the target's 32"):
-        eyas.load(zoo.tiny("llama", vocab_size=words.VOCAB, hidden_size=32), folders[1])
-    with pytest.raises(CheckpointError, match=f"vocabulary is {words.VOCAB}, the target's 200"):
+        eyas.load(zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, hidden_size=32), folders[1])
+    with pytest.raises(CheckpointError, match=f"vocabulary is {toy_tokenizer.VOCAB}, the target's 200"):
         eyas.load(zoo.tiny("llama", vocab_size=200), folders[1])
 
 

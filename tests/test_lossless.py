@@ -23,7 +23,7 @@ from reference import Oracle, plain_decode, run
 
 NEW = 24
 GREEDY = Sampling()
-LAWS = (
+SAMPLINGS = (
     GREEDY,
     Sampling(1.0, seed=3),
     Sampling(0.7, top_k=20, top_p=0.9, seed=4),
@@ -58,7 +58,7 @@ def test_every_family_with_an_oracle(family: str) -> None:
     """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. 5 requests share 3 rows, so rows join and
     leave between cycles; the oracle makes long paths come true, so that ragged commits really happen."""
     target = Target(model(family))
-    pairs = requests(family, 5, LAWS)
+    pairs = requests(family, 5, SAMPLINGS)
     answers = {r.prompt: list(t) for r, t in pairs}
     for nodes, depth, seed in ((12, 5, 0), (20, 3, 1), (7, 6, 2)):
         tau = check(family, Oracle(target, answers, nodes, depth, seed), 3, pairs)
@@ -99,7 +99,7 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
     """Guards each method's sessions: rows of different ages at B = 1, 2, 3, 8. Greedy rows equal the plain loop for every method; sampled
     rows equal it for chosen trees, and their own single run for drawn ones."""
     drafter = make(name, Target(model(family)))
-    pairs = requests(family, 8, LAWS)
+    pairs = requests(family, 8, SAMPLINGS)
     alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in pairs]
     for (request, expected), got in zip(pairs, alone, strict=True):
         if request.sampling.greedy or name not in DRAWN:
@@ -125,7 +125,7 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
             for weight in drafter.net.parameters():
                 weight.zero_()
             drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
-    pairs = requests("llama", 8, LAWS)
+    pairs = requests("llama", 8, SAMPLINGS)
     tokens, steps = run(Decoder(target, drafter, 3), [r for r, _ in pairs])
     for (request, expected), got in zip(pairs, tokens, strict=True):
         if request.sampling.greedy or name not in DRAWN:
@@ -155,7 +155,7 @@ def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     options = build_options(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})
     drafter = kind.init_for_training(target, options, 1, counts)
     assert drafter.draft_ids_v.tolist() == [10 + 11 * i for i in range(vocabulary)]
-    pairs = requests("llama", 4, LAWS)
+    pairs = requests("llama", 4, SAMPLINGS)
     check("llama", drafter, 2, pairs)
     trees = [s.draft for s in run(Decoder(target, drafter), [pairs[0][0]])[1] if s.draft is not None]
     assert {int(t) for draft in trees for t in draft.tokens_BN[0, 1:]} <= set(drafter.draft_ids_v.tolist())

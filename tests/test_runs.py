@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import words
+import toy_tokenizer
 import zoo
 from eyas.cli._options import method_options
 from eyas.cli.train import command as train_command
@@ -45,9 +45,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of eight layers with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("model")
-    zoo.tiny("llama", vocab_size=words.VOCAB, num_hidden_layers=8, eos_token_id=1).save_pretrained(folder)
-    words.byte_tokenizer().save_pretrained(folder)
-    assert len(AutoTokenizer.from_pretrained(folder)) == words.VOCAB
+    zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, num_hidden_layers=8, eos_token_id=1).save_pretrained(folder)
+    toy_tokenizer.byte_tokenizer().save_pretrained(folder)
+    assert len(AutoTokenizer.from_pretrained(folder)) == toy_tokenizer.VOCAB
     return folder
 
 

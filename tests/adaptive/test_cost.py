@@ -18,7 +18,7 @@ from eyas.core.target import Target
 from eyas.drafters import Drafter, Shape
 from eyas.drafters._merge import Merged
 from eyas.runners.graphs import GraphRunner
-from replaying import again
+from fake_graphs import captured_without_gpu
 from test_lossless import make
 
 
@@ -77,7 +77,7 @@ def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPa
     """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
     monkeypatch.setattr(cost, "REPEATS", 1)
     monkeypatch.setattr(cost, "draft_cost", lambda *given: pytest.fail("timed alone"))
-    found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, again))))
+    found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
     assert found.nodes == cost.NODES
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 

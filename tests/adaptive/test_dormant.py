@@ -23,7 +23,7 @@ from eyas.drafters import CycleInput, Drafter, DraftSession, Shape
 from eyas.drafters._merge import Merged
 from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
 from reference import plain_decode, run
-from test_lossless import DRAWN, LAWS, OPTIONS, make
+from test_lossless import DRAWN, OPTIONS, SAMPLINGS, make
 
 NEW = 36
 CASES = [*drafters.names(), "eagle2+suffix"]
@@ -107,7 +107,7 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
     """Bugs: what a row missed is read twice, at wrong positions or by the wrong row, rows join or leave while all sleep, a grown tree does
     not fit what the last cycle's left, a spare drafts behind another text: any of these moves a token, in a batch of 3 or alone. Drawn
     rows: the ids depend on the trees by right, so only greedy ones are compared there."""
-    requests = [Request(prompt, NEW - i, LAWS[i % len(LAWS)]) for i, prompt in enumerate((*PROMPTS, *PROMPTS[:2]))]
+    requests = [Request(prompt, NEW - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate((*PROMPTS, *PROMPTS[:2]))]
     expected = [plain(target, r) for r in requests]
     for rows, seed in ((3, 0), (1, 1)):
         drafter = right_now_and_then(name, target)
@@ -330,7 +330,7 @@ class Checked(Drafter):
         return session
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", SAMPLINGS)
 def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) -> None:
     """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something twice, or keeps what a text was cut back
     from; or such a change moves a token. A second turn that goes on, one that leaves the text early, another text."""
@@ -351,7 +351,7 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
 def test_rows_of_different_ages_by_turns(target: Target) -> None:
     """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain rows among the spare's get nodes."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
-    requests = [Request(PROMPTS[i % 3], 30 - 5 * i, LAWS[i % len(LAWS)]) for i in range(5)]
+    requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
     got, steps = run(Decoder(target, drafter, 3, policy=Turns(fallback)), requests)
     assert got == [plain(target, r) for r in requests]
     assert sum(s.accepted for s in steps if s.decision.fallback) > 3

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import words
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eyas
-import words
 import zoo
 from eyas.errors import EyasError
 

@@ -24,15 +24,10 @@ from eyas.drafters import _eagle1_net
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import DecoderLayer
-from heads import LAWS, make
-from reference import plain_decode, run
+from heads import make
+from reference import run
 
 WIDE = {"tree.nodes": 40, "tree.depth": 3, "tree.branch": 12}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return heads.tiny_target()
 
 
 # --- a plain loop over what the docstring of the net says --------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ def test_the_loss(target: Target, inputs: str) -> None:
     """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that of a plain loop."""
     drafter, batch, total = make("eagle1", target, **{"head.inputs": inputs}), heads.batch_of(target, target.num_layers), 0.0
     begins = [sum(batch.documents.lengths[:i]) for i in range(len(batch.documents.lengths))]
-    counted = heads.places(batch, 1)
+    counted = heads.predictions(batch, 1)
     for _, t, goal in counted:
         begin = max(b for b in begins if b <= t)
         predicted_D = foretold(drafter.net, target, batch.tokens_N[begin : t + 2].tolist(), batch.features_NF[begin : t + 1])
@@ -129,22 +124,15 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pairs(target: Target) -> list[tuple[Request, list[int]]]:
-    """Requests of different lengths and laws, and what a plain loop answers."""
-    requests = [Request(tuple(range(7, 7 + n)), 14, LAWS[i % 4]) for i, n in enumerate((5, 23, 1, 12, 9, 17))]
-    return [(r, plain_decode(target.model, r)) for r in requests]
-
-
 @pytest.mark.parametrize("inputs", INPUTS[1:])
 @pytest.mark.parametrize(("method", "options"), SHAPES, ids=str)
 def test_same_text_as_plain_decoding(
-    target: Target, pairs: list[tuple[Request, list[int]]], inputs: str, method: str, options: dict[str, Any]
+    target: Target, answered: list[tuple[Request, list[int]]], inputs: str, method: str, options: dict[str, Any]
 ) -> None:
     """Guards losslessness, rows joining and leaving. Drawn rows are compared with themselves alone: their law, not their text, is kept."""
     drafter = make(method, target, **{"head.inputs": inputs, **options})
-    tokens, _ = run(Decoder(target, drafter, 3), [r for r, _ in pairs])
-    for (request, expected), got in zip(pairs, tokens, strict=True):
+    tokens, _ = run(Decoder(target, drafter, 3), [r for r, _ in answered])
+    for (request, expected), got in zip(answered, tokens, strict=True):
         drawn = method == "eagle1" and options.get("tree.noise") != "shared" and not request.sampling.greedy
         assert got == (run(Decoder(target, drafter, 1), [request])[0][0] if drawn else expected)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import zoo
 from eyas import checkpoints
 from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
@@ -20,9 +19,8 @@ from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
 from eyas.train.data import Example
 from eyas.train.loop import TrainConfig, train
+from golden import GOLDEN, needs_golden
 from reference import plain_decode, run
-
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
 
 PUBLISHED = {
     "fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "head.weight",
@@ -33,7 +31,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data of the reference is not beside this checkout")
+@needs_golden
 def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     """The reference's batch with its mask (position a of the ids, not of the predicted token), its unmasked last column (a target of zero
     logits) and its normaliser (all positions): seven losses to 1e-4, every gradient to 1e-4."""
@@ -69,12 +67,6 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
         torch.testing.assert_close(parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, ours=ours: f"{ours}: {text}")
 
 
-@pytest.fixture(scope="module")
-def tiny_target() -> Target:
-    torch.set_num_threads(1)
-    return Target(zoo.tiny("llama"))
-
-
 VARIANTS = {
     "plain": {},
     "eagle-3.1": {"head.fc_norm": True, "head.norm_output": True},
@@ -83,14 +75,14 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cycles", [1, 4])
-def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, tiny_target: Target) -> None:
+def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, target: Target) -> None:
     """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i of the training-time test, at the
     newest slot and given the drafted tokens, has the hidden state that the chain had at depth i."""
     options = {**VARIANTS[variant], "tree.nodes": 6, "tree.depth": 5, "tree.branch": 1, "head.layers": "0,1,3"}
-    drafter = Method.random(tiny_target, build_options(Method.Options, options), seed=3)
+    drafter = Method.random(target, build_options(Method.Options, options), seed=3)
     outputs: list[torch.Tensor] = []
     drafter.net.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
-    decoder, tokens = Decoder(tiny_target, drafter), list(range(3, 20))
+    decoder, tokens = Decoder(target, drafter), list(range(3, 20))
     decoder.add(Request(tuple(tokens), 30))
     for _ in range(cycles):
         outputs.clear()
@@ -102,7 +94,7 @@ def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, tiny_ta
     drafted = steps[-1].draft.tokens_BN[0].tolist()
     ids = torch.tensor([*prefix, *drafted[1:]])
     with torch.no_grad():
-        features = tiny_target.encode(ids[None], drafter.feature_layers)[0]
+        features = target.encode(ids[None], drafter.feature_layers)[0]
         row = torch.tensor([len(prefix) - 2])  # the pair (feature before the root, root)
         hidden = drafter.net.training_time_test(
             features, lambda index: drafter.embed(ids[index]), row, Documents((len(ids),)), 5
@@ -114,27 +106,27 @@ def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, tiny_ta
         torch.testing.assert_close(outputs[level][0], hidden[level][0], atol=1e-5, rtol=1e-4)
 
 
-def test_only_rows_that_count_are_worked_out(tiny_target: Target) -> None:
+def test_only_rows_that_count_are_worked_out(target: Target) -> None:
     """Guards the choice of rows, marks and documents: the loss of a packed batch is that of its documents apart, and what stands before,
     between and behind the counted tokens changes only keys. Against the sum over every slot and step, one document at a time."""
     options = build_options(Method.Options, {"ttt.steps": 3, "head.layers": "0,1,3", "ttt.feature": 0.5})
-    drafter = Method.random(tiny_target, options, seed=3, draft_ids_v=torch.arange(0, tiny_target.vocab_size, 2))
+    drafter = Method.random(target, options, seed=3, draft_ids_v=torch.arange(0, target.vocab_size, 2))
     generator = torch.Generator().manual_seed(0)
-    lengths, ids = (9, 4, 14), torch.randint(tiny_target.vocab_size, (27,), generator=generator)
+    lengths, ids = (9, 4, 14), torch.randint(target.vocab_size, (27,), generator=generator)
     counted = torch.rand(27, generator=generator) < 0.5
     counted[torch.tensor([0, 1, 9, 10, 13, 14])] = False  # nothing foresees the first two of a document
-    features = torch.cat([tiny_target.encode(part[None], drafter.train_feature_layers)[0] for part in ids.split(lengths)])
+    features = torch.cat([target.encode(part[None], drafter.train_feature_layers)[0] for part in ids.split(lengths)])
     whole = drafter.loss(Batch(ids, features, counted, Documents(lengths)))
     total, count, right = 0.0, 0, 0
     for part, feature, mark in zip(ids.split(lengths), features.split(lengths), counted.split(lengths), strict=True):
         n = len(part)
         with torch.no_grad():
             every = drafter.net.training_time_test(
-                feature[:, : 3 * tiny_target.hidden_size], lambda index, part=part: drafter.embed(part[index]), torch.arange(n),
+                feature[:, : 3 * target.hidden_size], lambda index, part=part: drafter.embed(part[index]), torch.arange(n),
                 Documents((n,)), 3,
             )  # fmt: skip
-            final = feature[:, 3 * tiny_target.hidden_size :]
-            true = tiny_target.head(final)
+            final = feature[:, 3 * target.hidden_size :]
+            true = target.head(final)
         for i in range(3):
             for t in range(n - 2 - i):
                 u = t + 2 + i
@@ -152,56 +144,56 @@ def test_only_rows_that_count_are_worked_out(tiny_target: Target) -> None:
     assert int(whole.sums["accuracy"]) == right
 
 
-def test_a_head_with_its_own_embedding_and_width(tiny_target: Target) -> None:
+def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:
     """Guards heads narrower than their target, which bring their own embedding: they load, draft losslessly and can be trained."""
     options = build_options(Method.Options, {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2, "ttt.steps": 2, "head.layers": "0,1,3"})
-    wide = Method.random(tiny_target, options, seed=3, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16)
+    wide = Method.random(target, options, seed=3, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16)
     weights = wide.weights()
-    weights.tensors["embed.weight"] = torch.randn(tiny_target.vocab_size, 32)
-    drafter = Method.load(weights, tiny_target, options)
-    decoder = Decoder(tiny_target, drafter)
+    weights.tensors["embed.weight"] = torch.randn(target.vocab_size, 32)
+    drafter = Method.load(weights, target, options)
+    decoder = Decoder(target, drafter)
     request = Request(tuple(range(3, 20)), 8)
-    assert run(decoder, [request])[0] == [plain_decode(tiny_target.model, request)]
+    assert run(decoder, [request])[0] == [plain_decode(target.model, request)]
     ids = torch.arange(3, 15)
-    batch = Batch(ids, tiny_target.encode(ids[None], drafter.train_feature_layers)[0], torch.arange(12) > 3, Documents((12,)))
+    batch = Batch(ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.arange(12) > 3, Documents((12,)))
     assert drafter.loss(batch).total.isfinite()
 
 
-def test_layers_must_rise(tiny_target: Target) -> None:
+def test_layers_must_rise(target: Target) -> None:
     """A head saved with layers in another order could not be read again: fc's columns follow them."""
     with pytest.raises(OptionError, match=r"head\.layers must be rising numbers from 0 to 3"):
-        Method.random(tiny_target, build_options(Method.Options, {"head.layers": "3,1,0"}))
+        Method.random(target, build_options(Method.Options, {"head.layers": "3,1,0"}))
 
 
-def test_a_published_head_that_names_no_layers(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_published_head_that_names_no_layers(target: Target, tmp_path: Path) -> None:
     """--head.layers is for new heads: for a published one on a target of few layers the way out that is said must work."""
-    drafter = Method.random(tiny_target, build_options(Method.Options, {"head.layers": "0,2,3"}), seed=5)
+    drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,2,3"}), seed=5)
     checkpoints.save(drafter.weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     named = {name: config["eyas"].pop(name) for name in ("feature_layers", "layer_ids")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FitError, match="this target has 4: where those of its training are known, write them into its config") as told:
-        Method.load(checkpoints.load(tmp_path), tiny_target)
+        Method.load(checkpoints.load(tmp_path), target)
     assert "--head.layers" not in str(told.value)
     (said,) = re.findall(r'"eyas": (\{.*\})$', str(told.value))
     assert json.loads(said) == named
     (tmp_path / "config.json").write_text(json.dumps({**config, "eyas": {**config["eyas"], **json.loads(said)}}))
-    assert Method.load(checkpoints.load(tmp_path), tiny_target).feature_layers == (0, 2, 3)
+    assert Method.load(checkpoints.load(tmp_path), target).feature_layers == (0, 2, 3)
 
 
-def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(target: Target, tmp_path: Path) -> None:
     """It speaks through the target's lm_head: its loss would have nothing to train. Said before a state or a log is begun."""
-    drafter = Method.random(tiny_target, build_options(Method.Options, {"head.layers": "0,1,3"}))
+    drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     drafter.net.head = None
     with pytest.raises(OptionError, match="speaks through the target's lm_head and cannot be trained"):
         train(drafter, [Example([1, 2, 3, 4], [True] * 4)], [], TrainConfig(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_nothing_that_counts(tiny_target: Target) -> None:
+def test_nothing_that_counts(target: Target) -> None:
     """Documents of one and two tokens, of which nothing is foreseen."""
-    drafter = Method.random(tiny_target, build_options(Method.Options, {"head.layers": "0,1,3"}))
+    drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     ids = torch.tensor([5, 6, 7])
-    batch = Batch(ids, tiny_target.encode(ids[None], drafter.train_feature_layers)[0], torch.zeros(3, dtype=torch.bool), Documents((1, 2)))
+    batch = Batch(ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.zeros(3, dtype=torch.bool), Documents((1, 2)))
     loss = drafter.loss(batch)
     assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from eyas.core.tree import Tree
 from eyas.drafters import Drafter
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.nn import Documents
+from golden import GOLDEN, needs_golden
 from reference import run
 
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data of the reference is not beside this checkout")
+pytestmark = needs_golden
 
 
 def cases(name: str) -> list[dict[str, Any]]:

@@ -21,25 +21,13 @@ from eyas.drafters.hydra import Method
 from eyas.drafters.medusa import REFERENCE_TREE
 from eyas.errors import CheckpointError, OptionError
 from eyas.train.features import layers_for_training
-from heads import LAWS, make
-from reference import plain_decode, run
+from heads import make
+from reference import SAMPLINGS, plain_decode, run
 
 PLUS = {"head.arch": "prefix-mlp", "head.blocks": 2}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return heads.tiny_target()
-
-
-@pytest.fixture(scope="module")
-def pairs(target: Target) -> list[tuple[Request, list[int]]]:
-    """Requests of different lengths and laws, and what a plain loop answers."""
-    requests = [Request(tuple(range(7, 7 + n)), 14, LAWS[i % 4]) for i, n in enumerate((5, 23, 1, 12, 9, 17))]
-    return [(r, plain_decode(target.model, r)) for r in requests]
-
-
-def roots_of(rows: int, sampling: Sampling = LAWS[0]) -> CycleInput:
+def roots_of(rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
     laws, position_B = (sampling,) * rows, torch.arange(rows) + 5
     return CycleInput(
         torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, GumbelNoise.of(laws), int(position_B.max())
@@ -62,10 +50,10 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
-def test_same_text_as_plain_decoding(target: Target, pairs: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
+def test_same_text_as_plain_decoding(target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
     """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
-    tokens, steps = run(Decoder(target, make("hydra", target, kind, **options), 3), [r for r, _ in pairs])
-    assert tokens == [expected for _, expected in pairs]
+    tokens, steps = run(Decoder(target, make("hydra", target, kind, **options), 3), [r for r, _ in answered])
+    assert tokens == [expected for _, expected in answered]
     if kind == "init_for_training" and options["tree.choices"] == "reference":
         assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
 
@@ -86,7 +74,7 @@ def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
     assert 0.7 < float(handed_BD.norm() / feature_BD.norm()) < 1.4
 
 
-@pytest.mark.parametrize("sampling", LAWS[:2])
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> None:
     """Guards inputs and their order: each node's children are the best of its head over [feature, root, path], one node at a time."""
     drafter, roots, feature_BD = make("hydra", target), roots_of(2, sampling), features(target, 2)
@@ -122,7 +110,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
     with torch.no_grad():
         for weight in drafter.net.parameters():
             weight.zero_()
-    for sampling in LAWS[:3]:
+    for sampling in SAMPLINGS[:3]:
         draft = drafter.below(features(target, 1), roots_of(1, sampling))
         siblings = list(zip(draft.tree.parents_BN[0, 1:].tolist(), draft.tokens_BN[0, 1:].tolist(), strict=True))
         assert len(set(siblings)) == len(siblings)
@@ -232,11 +220,11 @@ def test_the_loss_by_hand(target: Target, objective: str, options: dict[str, Any
     batch = heads.batch_of(target, target.num_layers)
     found = drafter.loss(batch)
     every_ND = drafter.net.packed(batch.features_NF, torch.arange(len(batch.tokens_N)), batch.documents)
-    places = heads.places(batch, 3)
+    places = heads.predictions(batch, 3)
     total, right = torch.zeros(()), 0
     for k, t, goal in places:
         logits_V = drafter.head(torch.cat([every_ND[t], target.embed(batch.tokens_N[t + 1 : t + 2 + k]).flatten()]))
-        law_V = heads.answer(batch, target, goal, objective)
+        law_V = heads.training_target(batch, target, goal, objective)
         total = total - (law_V * logits_V.log_softmax(-1)).sum()
         right += int(k == 2 and logits_V.argmax() == law_V.argmax())
     torch.testing.assert_close(found.total, total, rtol=1e-4, atol=1e-4)

@@ -20,23 +20,11 @@ from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
 from eyas.errors import CheckpointError, OptionError
 from eyas.train.features import layers_for_training
-from heads import LAWS, make
-from reference import plain_decode, run
+from heads import make
+from reference import SAMPLINGS, plain_decode, run
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return heads.tiny_target()
-
-
-@pytest.fixture(scope="module")
-def pairs(target: Target) -> list[tuple[Request, list[int]]]:
-    """Requests of different lengths and laws, and what a plain loop answers."""
-    requests = [Request(tuple(range(7, 7 + n)), 14, LAWS[i % 4]) for i, n in enumerate((5, 23, 1, 12, 9, 17))]
-    return [(r, plain_decode(target.model, r)) for r in requests]
-
-
-def roots_of(target: Target, rows: int, sampling: Sampling = LAWS[0]) -> CycleInput:
+def roots_of(target: Target, rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
     laws = (sampling,) * rows
     position_B = torch.arange(rows) + 5
     return CycleInput(
@@ -60,10 +48,10 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
-def test_same_text_as_plain_decoding(target: Target, pairs: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
+def test_same_text_as_plain_decoding(target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
     """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
-    tokens, steps = run(Decoder(target, make("medusa", target, kind, **options), 3), [r for r, _ in pairs])
-    assert tokens == [expected for _, expected in pairs]
+    tokens, steps = run(Decoder(target, make("medusa", target, kind, **options), 3), [r for r, _ in answered])
+    assert tokens == [expected for _, expected in answered]
     if kind == "init_for_training" and options["tree.choices"] == "reference":
         assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
 
@@ -107,7 +95,7 @@ def test_the_features_that_heads_read(target: Target) -> None:
         torch.testing.assert_close(feature_D, whole_TD[position - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [LAWS[0], LAWS[1], LAWS[2]])
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2]])
 @pytest.mark.parametrize("noise", ["shared", "none"])
 def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) -> None:
     """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first; siblings differ; score is log q."""
@@ -138,7 +126,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
     with torch.no_grad():
         for weight in drafter.net.parameters():
             weight.zero_()
-    for sampling in LAWS[:3]:
+    for sampling in SAMPLINGS[:3]:
         draft = drafter.grow(features(target, 1), roots_of(target, 1, sampling))
         parents, tokens = draft.tree.parents_BN[0].tolist(), draft.tokens_BN[0].tolist()
         siblings = list(zip(parents[1:], tokens[1:], strict=True))
@@ -237,11 +225,11 @@ def test_the_loss_by_hand(target: Target, objective: str, output: str) -> None:
     drafter = make("medusa", target, **{"objective": objective, "head.output": output, "head.count": 3})
     batch = heads.batch_of(target, target.num_layers)
     found = drafter.loss(batch)
-    places = heads.places(batch, 3)
+    places = heads.predictions(batch, 3)
     total, right = torch.zeros(()), [0, 0, 0]
     for k, t, goal in places:
         logits_V = drafter.logits(batch.features_NF[t : t + 1], 3)[0, k]
-        law_V = heads.answer(batch, target, goal, objective)
+        law_V = heads.training_target(batch, target, goal, objective)
         total = total - 0.8**k * (law_V * logits_V.log_softmax(-1)).sum()
         right[k] += int(logits_V.argmax() == law_V.argmax())
     assert len(places) > 12

@@ -12,11 +12,10 @@ import zoo
 from eyas import drafters
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, build_options
 from eyas.core.engine import Decoder, Request
-from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 from eyas.drafters._merge import Merged, method_name
-from reference import plain_decode, run
+from reference import SAMPLINGS, plain_decode, run
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
 FIRST = {
@@ -28,7 +27,6 @@ FIRST = {
     "vanilla": {},
     "suffix": {},
 }
-LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, repetition_penalty=1.2, seed=5))
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:
@@ -40,7 +38,7 @@ def requests(count: int) -> list[Request]:
     """Prompts that repeat themselves, so that both methods have something to say."""
     dice = random.Random(7)
     phrase = [dice.randrange(zoo.VOCAB) for _ in range(5)]
-    return [Request(tuple([*phrase, i] * (2 + i)), 30 - 3 * i, LAWS[i % len(LAWS)]) for i in range(count)]
+    return [Request(tuple([*phrase, i] * (2 + i)), 30 - 3 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(count)]
 
 
 @pytest.mark.slow

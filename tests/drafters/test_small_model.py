@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import words
 import zoo
 from eyas import checkpoints, drafters
 from eyas.api import load
@@ -23,14 +22,9 @@ from eyas.drafters.small_model import Method, Options
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import Documents
 from reference import plain_decode, run
+from toy_tokenizer import VOCAB, byte_tokenizer
 
-LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, repetition_penalty=1.3, seed=7))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    torch.set_num_threads(1)
-    return Target(zoo.tiny("llama"))
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, repetition_penalty=1.3, seed=7))
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -49,7 +43,7 @@ def taus(drafter: Drafter, law: Sampling) -> list[int]:
     return [len(s.tokens) for s in steps if not s.prefill][:-1]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", SAMPLINGS)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Sampling, target: Target) -> None:
     """Guards positions, masks and the catching up of the draft's cache, and q, which must be processed as p is: with p = q nothing may be
@@ -79,7 +73,7 @@ TREES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("options", TREES)
 def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], target: Target) -> None:
     """Guards every shape at any temperature, in a batch whose rows are of different ages."""
-    requests = [Request(prompt(4 + 7 * i, i), 14 - i, LAWS[i % 3]) for i in range(4)]
+    requests = [Request(prompt(4 + 7 * i, i), 14 - i, SAMPLINGS[i % 3]) for i in range(4)]
     tokens, _ = run(Decoder(target, make(target, Target(zoo.tiny("llama", seed=0, num_hidden_layers=2)), **options), 2), requests)
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
@@ -152,25 +146,28 @@ def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
 def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
     """Guards matrices that are padded to different sizes, either way: what only one of the two has is not drafted, and is read without an
     index error; ids stay those of the target, sampled too."""
-    target = Target.load(folder_of(tmp_path / "target", words.VOCAB + mine, words.byte_tokenizer()))
-    draft = folder_of(tmp_path / "draft", words.VOCAB + theirs, words.byte_tokenizer(), num_hidden_layers=1)
+    target = Target.load(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
+    draft = folder_of(tmp_path / "draft", VOCAB + theirs, byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
         drafter = Method.from_pretrained(draft, target, build_options(Options, options))
-        requests = [Request((5, words.VOCAB + mine - 1, 7), 12), Request((5, 6, 7), 12, Sampling(2.0, repetition_penalty=1.1, seed=2))]
+        requests = [
+            Request((5, VOCAB + mine - 1, 7), 12),
+            Request((5, 6, 7), 12, Sampling(2.0, repetition_penalty=1.1, seed=2)),
+        ]
         tokens, steps = run(Decoder(target, drafter, 2), requests)
         chosen = tokens if "dynamic.nodes" in options else tokens[:1]
         assert chosen == [plain_decode(target.model, r) for r in requests][: len(chosen)]
         drafted: list[Tensor] = [s.draft.tokens_BN[:, 1:][s.draft.tree.candidate_BN[:, 1:]] for s in steps if s.draft is not None]
-        assert max(int(t.max()) for t in drafted if len(t)) < words.VOCAB
+        assert max(int(t.max()) for t in drafted if len(t)) < VOCAB
 
 
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
-    target = Target.load(folder_of(tmp_path / "target", words.VOCAB, words.byte_tokenizer()))
-    other = words.byte_tokenizer()
+    target = Target.load(folder_of(tmp_path / "target", VOCAB, byte_tokenizer()))
+    other = byte_tokenizer()
     other.add_tokens(["one more"])
-    Method.from_pretrained(folder_of(tmp_path / "more", words.VOCAB + 1, other), target)  # the target does not know it: never drafted
+    Method.from_pretrained(folder_of(tmp_path / "more", VOCAB + 1, other), target)  # the target does not know it: never drafted
     swapped = tmp_path / "swapped"
-    folder_of(swapped, words.VOCAB, words.byte_tokenizer())
+    folder_of(swapped, VOCAB, byte_tokenizer())
     file = swapped / "tokenizer.json"
     file.write_text(file.read_text().replace('"a": ', '"A-": ', 1))
     with pytest.raises(CheckpointError, match=r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"):
@@ -220,7 +217,7 @@ def test_several_models_draft_together(tmp_path: Path) -> None:
     zoo.tiny("llama", seed=5).save_pretrained(tmp_path / "other")
     llm = load(model, draft=f"{tmp_path / 'other'}, {tmp_path / 'same'}", method="small_model", depth=3)
     assert llm.method == "small_model+small_model"
-    requests = [Request(prompt(4 + 7 * i, i), 13, law) for i, law in enumerate(LAWS)]
+    requests = [Request(prompt(4 + 7 * i, i), 13, law) for i, law in enumerate(SAMPLINGS)]
     tokens, steps = run(Decoder(llm.target, llm.drafter, 2), requests)
     assert tokens == [plain_decode(model, r) for r in requests]
     cycles = [s for s in steps if not s.prefill]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
 from eyas import drafters
 from eyas.core.cache import WindowCache
 from eyas.core.drafter import build_options
@@ -22,12 +21,6 @@ from eyas.nn import LayerShape, rope, rope_frequencies
 from reference import plain_decode, run
 
 SHAPE = LayerShape(8, 8, 2, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    torch.set_num_threads(1)
-    return Target(zoo.tiny("llama"))
 
 
 def make(target: Target, method: str = "seagle", **options: Any) -> Drafter:

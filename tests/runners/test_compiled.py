@@ -24,8 +24,8 @@ from eyas.nn import Compiled
 from eyas.runners import prepared
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import BUCKET, GraphRunner
+from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
-from replaying import again
 from test_lossless import OPTIONS
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(target: Target, backend: Any) -> Target:
-    return target.run_with(GraphRunner(target, again, CompiledLayers(target.family.layers, backend)))
+    return target.run_with(GraphRunner(target, captured_without_gpu, CompiledLayers(target.family.layers, backend)))
 
 
 def drafter_of(name: str, target: Target) -> Drafter:
@@ -94,7 +94,7 @@ def test_compiled_drafts(name: str) -> None:
     """Guards draft nets, of which each level is compiled: the same trees as without, few compilations, windows too."""
     target, found, counter = Target(zoo.FAMILIES["llama"]()), [], CompileCounter()
     for with_cpu_kernels in (False, True):
-        used = compiled(target, counter) if with_cpu_kernels else target.run_with(GraphRunner(target, again))
+        used = compiled(target, counter) if with_cpu_kernels else target.run_with(GraphRunner(target, captured_without_gpu))
         steps = run(Decoder(used, drafter := drafter_of(name, used), 2), [Request(prompt(n), 12, Sampling()) for n in (7, 40)])[1]
         assert (drafter.compiled is not None) == with_cpu_kernels
         found.append([(s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist()) for s in steps if s.draft is not None])
@@ -109,7 +109,7 @@ def test_layers_that_are_left_out_leave_the_others_their_keys() -> None:
     target, found = Target(zoo.FAMILIES["llama"]()), []
     kind = drafters.find("self_speculative")
     for backend in (None, "eager"):
-        used = compiled(target, backend) if backend else target.run_with(GraphRunner(target, again))
+        used = compiled(target, backend) if backend else target.run_with(GraphRunner(target, captured_without_gpu))
         drafter = kind.load(None, used, build_options(kind.Options, {"skip": "1"}))
         tokens, steps = run(Decoder(used, drafter), [Request(prompt(20), 16, Sampling())])
         found.append((tokens, [s.draft.tokens_BN.tolist() for s in steps if s.draft is not None]))

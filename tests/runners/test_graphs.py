@@ -26,8 +26,8 @@ from eyas.errors import OptionError
 from eyas.nn import Fp8Linear
 from eyas.runners import prepared
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
+from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
-from replaying import again
 from test_lossless import OPTIONS
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     """Guards the static inputs: rows of different ages, windows, texts that grow over a bucket's edge, whose cache then lies elsewhere."""
     model = zoo.FAMILIES[family]()
     target = Target(model)
-    graphs = GraphRunner(target, again)
+    graphs = GraphRunner(target, captured_without_gpu)
     drafter = drafter_of(name, target.run_with(graphs))
     requests = [Request(prompt(n), 20, Sampling(temperature, seed=n)) for n in (7, BUCKET - 9, 30)]
     tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
@@ -132,7 +132,7 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
             work()
         undo()
         found.extend(strangers.found)
-        return again(work, undo)
+        return captured_without_gpu(work, undo)
 
     drafter = drafter_of(name, target.run_with(GraphRunner(target, watched)))
     decoder = Decoder(drafter.target, drafter, 2, **({"verify": decide} if decide else {}))
@@ -173,7 +173,7 @@ def test_strangers_are_noticed(how: str) -> None:
 def test_recordings_serve_every_request() -> None:
     """Guards the keys: requests that differ in prompt, length and seed share recordings, and a decoder that goes on records nothing new."""
     target = Target(zoo.FAMILIES["llama"]())
-    drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, again)))
+    drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, captured_without_gpu)))
     decoder = Decoder(drafter.target, drafter, 1)
     for seed in range(3):
         run(decoder, [Request(prompt(5 + 9 * seed), 8, Sampling(0.7, seed=seed))])
@@ -204,7 +204,7 @@ def test_sleep_over_graphs(name: str) -> None:
     between these leaves the state where the next recording looks for it, in a shape that it knows. A draft that is right in loops."""
     model = zoo.FAMILIES["llama"]()
     target = Target(model)
-    drafter = drafter_of(name, target.run_with(GraphRunner(target, again)))
+    drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)))
     if name in ("eagle1", "eagle2"):
         with torch.no_grad():
             for weight in drafter.net.parameters():
@@ -228,7 +228,7 @@ def test_drafts_in_fp8(name: str) -> None:
     target, drafts, rounded = Target(model), [], 0
     for draft_weights in ("exact", "fp8"):
         target.draft_weights = draft_weights
-        drafter = drafter_of(name, target.run_with(GraphRunner(target, again)))
+        drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)))
         tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
         drafts.append([s.draft.score_BN for s in steps if s.draft is not None])
@@ -254,7 +254,7 @@ def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
     kind, (sink, size) = drafters.find("seagle"), window
     options = build_options(kind.Options, {**OPTIONS["seagle"], "window.sink": sink, "window.size": size, "window.crop": crop})
     for graphs in (False, True):
-        used = target.run_with(GraphRunner(target, again)) if graphs else target
+        used = target.run_with(GraphRunner(target, captured_without_gpu)) if graphs else target
         requests = [Request(prompt(n), 20, Sampling(0.7, seed=n)) for n in (7, BUCKET - 9, 30, BUCKET + 3)]
         tokens, steps = run(decoder := Decoder(used, kind.random(used, options, seed=1), 2), requests)
         drafted = [(step.draft, step.row) for step in steps if step.draft is not None]  # what an idle row would draft is nobody's business
@@ -270,7 +270,7 @@ def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
     model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
     kind, target = drafters.find("eagle1"), Target(model)
     options = build_options(kind.Options, {**OPTIONS["eagle1"], "head.inputs": inputs})
-    drafter = kind.random(target.run_with(GraphRunner(target, again)), options, seed=1)
+    drafter = kind.random(target.run_with(GraphRunner(target, captured_without_gpu)), options, seed=1)
     tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
     assert decoder.replay is not None
@@ -284,7 +284,7 @@ def test_two_decoders_by_turns() -> None:
     scratch = list[Any]()
 
     def shared(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
-        found, replay = again(work, undo)
+        found, replay = captured_without_gpu(work, undo)
         scratch.append(found)
 
         def noisy() -> None:

@@ -1,0 +1,27 @@
+"""A stand-in for the capture of CUDA graphs, for machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from eyas.runners.graphs import tensors_of
+
+T = TypeVar("T")
+
+
+def captured_without_gpu(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+    """Run `work` and return its result, and a function that runs it again.
+
+    As with a graph, the results of every run lie in the memory of the first one, and everything is computed
+    from the inputs that were there at the capture.
+    """
+    result = work()
+    undo()
+
+    def replay() -> None:
+        for captured, new in zip(tensors_of(result), tensors_of(work()), strict=True):
+            if captured.data_ptr() != new.data_ptr():
+                captured.copy_(new)
+
+    return result, replay

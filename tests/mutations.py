@@ -430,7 +430,9 @@ MUTATIONS = (
     mutation(
         "one uniform number for a whole block",
         BLOCK,
-        rewrite("core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)", "NOISE.accepts(CHANCE, POSITION, 1, 3)"),
+        rewrite(
+            "core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)", "NOISE.accepts(CHANCE, POSITION, 1, 3)"
+        ),
         words=LAW,
     ),
     mutation(

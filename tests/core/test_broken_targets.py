@@ -16,17 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-import words
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eyas
+import toy_tokenizer
 import zoo
 from eyas.errors import EyasError
 
 SEED = 17
 MOST = 400  # characters of a message
-SIZES = {"vocab_size": words.VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}  # the kernels' too
+SIZES = {
+    "vocab_size": toy_tokenizer.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}  # the kernels' too
 WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 Mutant = Callable[[Path], None]
@@ -36,7 +42,7 @@ Mutant = Callable[[Path], None]
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     zoo.tiny("llama", eos_token_id=1, **SIZES).save_pretrained(folder)
-    words.byte_tokenizer().save_pretrained(folder)
+    toy_tokenizer.byte_tokenizer().save_pretrained(folder)
     return folder
 
 

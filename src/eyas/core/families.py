@@ -1,6 +1,6 @@
-"""What differs between model families: masks, scales, context length, and which models cannot be served.
+"""Differences between model families: masks, scales, context length, and which models cannot be served.
 
-`describe(model)` reads a loaded model and says what its caller must know to drive it with a tree:
+`describe(model)` reads a loaded model and returns the facts that a caller needs to run it on a tree:
 
     mask_kinds   ()                                       one 4-D mask goes to every layer
                  ("full_attention", "sliding_attention")  a dict of 4-D masks, one per kind of layer, goes in
@@ -11,16 +11,15 @@
                      query 3         . x x x .       window 3: itself and the two before it
                      query 4         . . x x x
 
-    softcap, logit_scale, embed_scale   what the model does around its last and its first matrix (see `head` and `embed`)
+    softcap, logit_scale, embed_scale   operations around the lm_head and the embedding (see `head` and `embed`)
 
 Masks are additive floats: 0 where attention is allowed, the lowest number of the dtype elsewhere. Both backends that eyas
 accepts take them ("eager" and "sdpa"; eager would read a boolean mask as numbers). "flex_attention" has block masks of its
-own and flash attention has no arbitrary masks: both are refused with the way out.
+own and flash attention has no arbitrary masks: both are refused, with the backend to use instead.
 
-Facts come from the configuration, from the class attributes and from the names that the code of the base model's forward
-uses; what cannot be read there stands in the tables below, and nowhere else in eyas is a family asked for by its name. This
-module knows no tree, no cache and no drafter, and it runs nothing: whether the facts hold for a family that nobody has tried is
-for the Target to check with a forward pass.
+Facts come from the configuration, from class attributes and from the names that the code of the base model's forward uses.
+What cannot be read there stands in the tables below; no other module asks for a family by its name. This module knows no tree,
+no cache and no drafter, and it runs nothing: `Target` checks the facts with a forward when it is made.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ SLIDING = "sliding_attention"
 
 STATE = "its recurrent or convolutional state cannot be rolled back when a drafted token is rejected"
 CHUNKED = "chunked attention is not supported yet"
-SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask does not reach"
+SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask cannot change"
 ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
-SLOTS = "it masks attention by slot numbers of its own, so a tree's mask cannot express what a node sees"
-NO_MASK = "its forward takes no 4-D mask, so a tree cannot be told to it"
+SLOTS = "it masks attention by slot numbers of its own, which a tree's mask cannot change"
+NO_MASK = "its forward takes no 4-D mask, which a tree needs"
 
 # Model types that are refused whatever their configuration says.
 REFUSED_TYPES: Mapping[str, str] = {
@@ -108,17 +107,17 @@ REFUSED_KINDS: Mapping[str, str] = {
 SERVED_KINDS = (FULL, SLIDING)
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
 OTHER_NAMES = {"attention": FULL}  # older names of kinds
-# Model types for which `_takes_dict` would read the code wrongly, and the truth. None is known; a custom model may need a line.
+# Model types for which `_takes_dict` reads the code wrongly, with the right answer. None is known; a custom model may need a line.
 TAKES_DICT: dict[str, bool] = {}
 
 BACKENDS = ("eager", "sdpa")
 
-# Options of a configuration that name a scale, and whether the model multiplies (1) or divides (-1) by it. Gemma's root of the
-# hidden size stands in no table: its embedding module applies it.
+# Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides. Gemma's root of the hidden size
+# stands in no table: its embedding module applies it.
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
 SOFTCAPS = ("final_logit_softcapping",)
-# Where a family reads the same option the other way round.
+# Families that multiply by a field that others divide by.
 MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 # ---------------------------------------------------------------------------------------------- the record
@@ -126,20 +125,20 @@ MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about one loaded model; `describe` fills every field. The modules are the model's own, not copies."""
+    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not copies."""
 
     model_type: str
     mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys that the dict of masks must have
     window: int | None  # positions that a windowed layer sees, the query's own included
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     logit_scale: float  # logits are multiplied by it before the softcap
-    embed_scale: float  # what the output of the embedding module is multiplied by before the first layer
+    embed_scale: float  # the output of the embedding module is multiplied by it before the first layer
     layers: nn.ModuleList  # the decoder layers, in order
     base: nn.Module  # its output[0] is the last hidden state, after the final norm
     head: nn.Module  # hidden state -> logits before scale and softcap
     embedding: nn.Module  # token ids -> embeddings before embed_scale
     context: int  # positions that a request may use, prompt and new tokens and drafts together
-    context_reason: str  # "" or why `context` is what it is although the model may go on
+    context_reason: str  # why `context` is smaller than what the model accepts; "" where it is not
 
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,7 +158,11 @@ def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
 
 
 def describe(model: PreTrainedModel) -> Family:
-    """The facts about a loaded model, which stays as it is. Raises ModelError, one line with the model type and the reason."""
+    """Read the facts about a loaded model, which is not changed.
+
+    Raises:
+        ModelError: the model cannot be served; one line with the model type and the reason.
+    """
     _refuse_whole_model(model)
     ends: Any = model  # two of its methods have no types
     config = model.config.get_text_config(decoder=True)
@@ -224,7 +227,7 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
     if getattr(config, "alibi", False):
         raise _refusal(config, ALIBI)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
-        raise _refusal(config, "its forward takes no position_ids, so it cannot be told the depths of a tree")
+        raise _refusal(config, "its forward takes no position_ids, which a tree's depths need")
     reads_both_ways = getattr(config, "is_decoder", True) is False and "is_decoder" in _names(base, every_method=True)
     if reads_both_ways or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _refusal(config, "its attention is bidirectional as it is configured, so it is not a causal language model")
@@ -235,14 +238,14 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
 
 def _kinds(config: Any) -> tuple[str, ...]:
     """The kinds of layers of this configuration, each once, full before sliding; empty if it names none."""
-    found: list[str] = []
+    kinds: set[str] = set()
     for name in KIND_LISTS:
-        found += [OTHER_NAMES.get(kind, kind) for kind in getattr(config, name, None) or ()]
-    return tuple(sorted(set(found)))
+        kinds |= {OTHER_NAMES.get(kind, kind) for kind in getattr(config, name, None) or ()}
+    return tuple(sorted(kinds))
 
 
 def _takes_dict(code: frozenset[str]) -> bool:
-    """Whether a forward that uses these names asks if its attention mask is a dict, one entry per kind of layer."""
+    """True for a forward that uses the names of a test for a dict of attention masks, one entry per kind of layer."""
     return {"isinstance", "dict", "layer_types"} <= code
 
 
@@ -278,7 +281,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
-    """The list of as many modules as the configuration has layers that is nearest to the base model."""
+    """The decoder layers: the outermost list with as many modules as the configuration has layers."""
     count = config.num_hidden_layers
     lists = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     for _, module in sorted(lists, key=lambda pair: pair[0]):
@@ -293,7 +296,7 @@ def _first(config: Any, names: tuple[str, ...]) -> float | None:
 
 
 def _scale(config: Any, table: Mapping[str, int]) -> float:
-    """The product of the scales of this table that the configuration has."""
+    """The product of the scales in this table that the configuration sets."""
     scale = 1.0
     for name, power in table.items():
         value = getattr(config, name, None)
@@ -303,10 +306,10 @@ def _scale(config: Any, table: Mapping[str, int]) -> float:
 
 
 def _context(config: Any) -> tuple[int, str]:
-    """Positions that a request may use, and why they are fewer than the model could go to."""
+    """(positions that a request may use, why they are fewer than the model accepts)"""
     context = getattr(config, "max_position_embeddings", None)
-    if context is None:
-        raise _refusal(config, "its configuration does not say max_position_embeddings")
+    if not isinstance(context, int) or context < 1:
+        raise _refusal(config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}")
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if "dynamic" in kind:

@@ -1,13 +1,13 @@
 """The exceptions of eyas.
 
-    EyasError (ValueError)     a mistake of the user's: one clear line that says what is wrong and what to do; exit status 2
+    EyasError (ValueError)     a user's mistake: one clear line that says what is wrong and what to do; exit status 2
     |-- OptionError            an option that does not exist or has an impossible value
     |-- InputError             a prompt, message, data line or file that cannot be used
     |-- FitError               a request that does not fit the context or the memory
-    |-- ModelError             a target that cannot be served, with the reason
+    |-- ModelError             a target model that cannot be served, with the reason
     |-- CheckpointError        a draft head that cannot be loaded, with the names and shapes that differ
 
-A fault of ours is an AssertionError or anything else that escapes: exit status 1, with its traceback.
+A bug in eyas raises an AssertionError or any other exception: exit status 1, with its traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CheckpointError", "EyasError", "FitError", "InputError", "ModelError
 
 
 class EyasError(ValueError):
-    """A mistake of the user's. The message is one line and complete in itself."""
+    """A user's mistake. The message is one line and needs no context."""
 
 
 class OptionError(EyasError):
@@ -43,7 +43,7 @@ class CheckpointError(EyasError):
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """What to say after an unknown name: the near ones, or all of them."""
+    """The end of a message about an unknown name: the nearest known names, or all of them."""
     names = sorted(known)
     if not names:
         return "there are none"

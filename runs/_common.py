@@ -1,140 +1,288 @@
-"""What the experiments share: a head under other options, intervals, rows that outlive an interruption, figures."""
+"""What the experiments share: chats and books, drafters, answers by `eyas.bench`, intervals, records and figures."""
 
 from __future__ import annotations
 
-import copy
+import argparse
 import gzip
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
-import matplotlib
 import numpy as np
-from _command import command as command
-from _command import machine as machine
-from _command import run as run
-from matplotlib.figure import Figure
-from scipy.stats import bootstrap
+import torch
+import transformers
+from rich.progress import Progress
 
+from eyas import tiny
+from eyas.api import LLM
+from eyas.bench.contestants import Drafting
+from eyas.bench.record import Answer
+from eyas.bench.rows import by_prompt
+from eyas.bench.run import VANILLA, Bench, OnPrompt, locked
+from eyas.bench.tasks import Prompt
+from eyas.bench.tasks import load as load_task
 from eyas.core.drafter import build_options
+from eyas.core.target import Target
 from eyas.drafters import Drafter, find
-from eyas.errors import InputError
+from eyas.errors import EyasError, InputError
+from eyas.hardware import cpu_name
+from eyas.metrics import bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
+from eyas.train.state import write_text
 
-# Okabe and Ito's, which the colour-blind can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
-MARKERS = "os^Dv<>P"
-
-
-def variant(head: Drafter, method: str, options: dict[str, object]) -> Drafter:
-    """The same head under another method of its family and other options."""
-    kind = find(method)
-    drafter = copy.copy(head) if kind.needs_weights else kind(head.target)
-    drafter.__class__, drafter.options = kind, build_options(kind.Options, options)
-    return drafter
+RESAMPLES = 4000
+CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
+Options = dict[str, Any]
 
 
-def read_book(path: Path) -> str:
-    """A book without Project Gutenberg's preface and licence."""
-    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as f:
+# --- the command line ----------------------------------------------------------------------------------
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring, with --output and an option for each default."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name")
+    for name, default in defaults.items():
+        kind = str if default is None else type(default)
+        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s")
+    return made
+
+
+def run(main: Callable[[], object]) -> NoReturn:
+    """Run a script: status 2 and one line for a user's mistake, 130 when interrupted."""
+    try:
+        main()
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def machine() -> dict[str, object]:
+    """The machine, and its load just now."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def write(path: Path, record: Mapping[str, Any], before: Mapping[str, object] | None = None, quiet: bool = False) -> None:
+    """Write a record with its command and machine, and print it unless `quiet`.
+
+    Args:
+        before: the machine at the beginning.
+    """
+    command = " ".join(["python", f"runs/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    load = {"load_after": machine()["load_1min"]} if before else {}
+    whole = {"command": command, "machine": before or machine(), **load, **record}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Lists of numbers stand on one line.
+    text = re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", json.dumps(whole, indent=1))
+    write_text(path, text + "\n")
+    if not quiet:
+        print(json.dumps(whole))
+
+
+# --- chats, books, drafters ----------------------------------------------------------------------------
+
+
+def open_text(path: Path) -> Any:
+    """A text file, compressed or not."""
+    return gzip.open(path, "rt", encoding="utf-8", errors="replace") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Prompt]:
+    """Each chat of a JSONL file up to its last user turn."""
+    prompts = list[Prompt]()
+    with open_text(path) as lines:
+        for number, line in enumerate(lines):
+            record = json.loads(line)
+            turns = record.get("messages", record.get("conversations"))
+            last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)
+            if last is not None and number % step == 0:
+                prompts.append(Prompt(f"chat/{number}", "chat", (), messages=tuple(turns[: last + 1])))
+    return prompts[:limit]
+
+
+def bundled_prompts(limit: int | None = None) -> list[Prompt]:
+    """The bundled prompts of one turn."""
+    return [prompt for prompt in load_task("bundled", limit) if len(prompt.turns) == 1]
+
+
+def book_tokens(llm: LLM, path: Path) -> list[int]:
+    """The tokens of a book without Project Gutenberg's preface and licence."""
+    with open_text(path) as f:
         text = f.read()
     start = re.search(r"\*\*\* ?START OF.*?\*\*\*", text)
     end = re.search(r"\*\*\* ?END OF", text)
-    return text[start.end() if start else 0 : end.start() if end else len(text)].strip()
+    text = text[start.end() if start else 0 : end.start() if end else len(text)].strip()
+    if llm.tokenizer is None:
+        raise InputError("this experiment needs a target with a tokenizer")
+    return list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-# --- intervals
+def tree(nodes: int, depth: int, branch: int, **more: Any) -> Options:
+    """Options of a dynamic tree."""
+    return {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **more}
 
 
-def interval(statistic: Callable[..., np.ndarray], columns: Sequence[Sequence[float]], seed: int = 0) -> list[float | None]:
-    """[value, low, high]: a statistic of paired columns, 95 %, bootstrap over their rows; without an interval below two rows."""
-    arrays = tuple(np.asarray(column, float) for column in columns)
-    with np.errstate(all="ignore"):
-        found = [float(statistic(*arrays, axis=-1))]
-        if len(arrays[0]) > 1:
-            drawn = bootstrap(arrays, statistic, paired=True, n_resamples=4000, method="percentile", rng=seed).confidence_interval
-            found += [float(drawn.low), float(drawn.high)]
-        else:
-            found += [np.nan, np.nan]
-    return [round(x, 4) if np.isfinite(x) else None for x in found]
+def tree_of(shape: str) -> Options:
+    """Options of "nodes/depth/branch"."""
+    return tree(*(int(part) for part in shape.split("/")))
 
 
-def over(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Ratio of sums."""
-    return a.sum(axis) / b.sum(axis)
+def drafter(target: Target, method: str, options: Options | None = None, head: str | Path | None = None) -> Drafter:
+    """A method with these options; head: default: the embedded model's."""
+    kind = find(method)
+    head = head or (tiny.HEADS.get(kind.reads) if kind.needs_weights else None)
+    return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
 
 
-def over_over(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Ratio of two ratios of sums: (a / b) / (c / d)."""
-    return over(a, b, axis) / over(c, d, axis)
+def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
+    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these methods."""
+    pairs = (argument.partition("=") for argument in named)
+    return {method: head for method, _, head in pairs} or dict.fromkeys(methods)
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """[median, first quartile, third quartile]."""
-    return [round(float(x), 4) for x in np.percentile(values, [50, 25, 75])]
+# --- answers -------------------------------------------------------------------------------------------
 
 
-# --- rows that outlive an interruption
+@contextmanager
+def progress() -> Iterator[OnPrompt]:
+    """A bar for Bench.run."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task("prompts", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what or "prompts")
+
+
+def ask(
+    llm: LLM,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    output: Path,
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    max_new_tokens: int = 96,
+) -> list[Answer]:
+    """Every drafter's answers, and plain decoding's ("vanilla"), interleaved prompt by prompt. A stopped run goes on.
+
+    Args:
+        llm: decodes plainly.
+        output: the record; the answers are kept in out/NAME.
+    """
+    entered = {VANILLA: llm.drafter, **{name: made for name, made in drafters.items() if name != VANILLA}}
+    bench = Bench(llm, [Drafting(name, made) for name, made in entered.items()], prompts, temperatures, max_new_tokens, {"seed": 7})
+    folder = Path("out") / output.stem if not output.is_absolute() else output.with_suffix("")
+    with locked(folder), progress() as on_prompt:
+        answers = bench.run(folder, on_prompt)
+    if bench.failed:
+        raise EyasError("; ".join(f"{name} failed: {why}" for name, why in bench.failed.items()))
+    return answers
+
+
+def select(answers: Sequence[Answer], name: str, temperature: float = 0.0) -> list[Answer]:
+    """One contestant's answers at a temperature, in the order of the prompts."""
+    return [a for a in answers if (a.method, a.temperature) == (name, temperature)]
+
+
+def equal_texts(answers: Sequence[Answer], name: str, temperature: float = 0.0) -> int:
+    """Answers whose ids are plain decoding's."""
+    pairs = zip(select(answers, name, temperature), select(answers, VANILLA, temperature), strict=True)
+    return sum(a.token_ids == b.token_ids for a, b in pairs)
+
+
+def loops(answers: Sequence[Answer], n: int = 8) -> set[str]:
+    """Prompts after which plain decoding loops: more than a fifth of the n-grams repeat. Loops flatter every method."""
+
+    def share(tokens: Sequence[int]) -> float:
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+    return {a.prompt for a in answers if a.method == VANILLA and share(a.token_ids) > 0.2}
+
+
+# --- intervals -----------------------------------------------------------------------------------------
+
+
+def interval(statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray) -> list[float | None]:
+    """[value, low, high], rounded, of `eyas.metrics.bootstrap`."""
+    found = bootstrap(statistic, *columns, resamples=RESAMPLES) or (None, None, None)
+    return [None if x is None else round(x, 4) for x in found]
+
+
+def tau_columns(answers: Sequence[Answer]) -> list[list[float]]:
+    """(emitted tokens, cycles) of each prompt."""
+    turns = by_prompt(answers).values()
+    return [[sum(a.emitted for a in group) for group in turns], [sum(len(a.cycles) for a in group) for group in turns]]
+
+
+def tau_interval(answers: Sequence[Answer]) -> list[float | None]:
+    """tau."""
+    return interval(ratio, *tau_columns(answers))
+
+
+def tau_over(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[float | None]:
+    """tau over the baseline's, paired by prompt."""
+    return interval(ratio_of_ratios, *tau_columns(answers), *tau_columns(baseline))
+
+
+def tau_difference(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[float | None]:
+    """tau less the baseline's, paired by prompt."""
+    return interval(difference_of_ratios, *tau_columns(answers), *tau_columns(baseline))
+
+
+def alpha_intervals(answers: Sequence[Answer], depth: int = CHAIN) -> list[list[float | None]]:
+    """n-alpha of chains for n = 0..depth-1."""
+    counts_PD2 = np.array([depth_counts(a.cycles, depth) for a in answers], float)
+    return [interval(ratio, counts_PD2[:, n, 1], counts_PD2[:, n, 0]) for n in range(depth)]
+
+
+# --- records that outlive an interruption --------------------------------------------------------------
 
 
 class Rows:
-    """A file of rows, each written when it is measured; a run that is started again with the same settings goes on after the last."""
+    """A JSONL file of measurements, each written when it is made. Started again with the same settings, a run goes on behind the last.
 
-    def __init__(self, path: Path, settings: dict[str, object]) -> None:
+    InputError when the file was made with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        wanted = json.loads(json.dumps({"settings": settings}))
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if lines and lines[0] != (told := json.loads(json.dumps({"settings": settings}))):
-            differ = [k for k in told["settings"] if lines[0].get("settings", {}).get(k) != told["settings"][k]]
+        if lines and lines[0] != wanted:
+            there = lines[0].get("settings", {})
+            differ = [k for k in wanted["settings"] if there.get(k) != wanted["settings"][k]]
             raise InputError(f"{path} was measured with other settings ({', '.join(differ)}): give another --output, or move it away")
-        self.path, self.rows = path, {json.dumps(line["key"]): line for line in lines[1:]}
+        self.path = path
+        self.rows = {json.dumps(line["key"]): line for line in lines[1:]}
         if not lines:
-            self._write({"settings": settings})
+            self._write(wanted)
 
-    def __contains__(self, key: list[object]) -> bool:
-        return json.dumps(key) in self.rows
+    def __contains__(self, key: Sequence[object]) -> bool:
+        return json.dumps(list(key)) in self.rows
 
-    def add(self, key: list[object], row: dict[str, object]) -> None:
-        self.rows[json.dumps(key)] = {"key": key, **row}
-        self._write({"key": key, **row})
+    def add(self, key: Sequence[object], row: Mapping[str, object]) -> None:
+        """Write a row."""
+        line = {"key": list(key), **row}
+        self.rows[json.dumps(list(key))] = line
+        self._write(line)
 
-    def _write(self, line: dict[str, object]) -> None:
-        with self.path.open("a") as f:
-            print(json.dumps(line), file=f, flush=True)
-
-    def of(self, *head: object) -> list[dict]:
+    def of(self, *head: object) -> list[dict[str, Any]]:
         """The rows whose key begins like that."""
         return [row for row in self.rows.values() if row["key"][: len(head)] == list(head)]
 
-
-# --- figures
-
-STYLE = {
-    "svg.hashsalt": "eyas", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.5, "legend.frameon": False, "lines.linewidth": 1.4, "lines.markersize": 4,
-}  # fmt: skip
-
-
-def draw(path: Path, panels: int, paint: Callable[..., None], height: float = 3.2) -> None:
-    """`paint(figure, axes)` on panels side by side, saved as an SVG that is the same for the same numbers."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.4 * panels, height), layout="constrained")
-        paint(figure, figure.subplots(1, panels, squeeze=False)[0])
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
-
-
-def line(axis: object, number: int, x: Sequence[float], points: Sequence[Sequence[float | None]], label: str, bars: float = 0) -> None:
-    """A curve with its interval as a band, or, with `bars`, as bars that are moved aside by that much; points are [value, low, high]."""
-    value, low, high = (np.array([np.nan if p[i] is None else p[i] for p in points], float) for i in range(3))
-    look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "label": label}
-    if bars:
-        aside = np.array(x) + bars * number
-        axis.errorbar(aside, value, [value - low, high - value], linewidth=0.8, **look)  # type: ignore[attr-defined]
-    else:
-        axis.plot(x, value, **look)  # type: ignore[attr-defined]
-        axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)  # type: ignore[attr-defined]
-
-
-def legend(figure: Figure, axis: object, columns: int) -> None:
-    """Below all panels."""
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns)  # type: ignore[attr-defined]
+    def _write(self, line: Mapping[str, object]) -> None:
+        with self.path.open("a") as f:
+            print(json.dumps(line), file=f, flush=True)

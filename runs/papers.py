@@ -1,5 +1,6 @@
 """Tables of docs/papers.md from the benches of runs/papers.sh, each beside the published one.
 
+    python runs/papers.py                                                        from the records in docs/results
     python runs/papers.py --benches out/papers --heads src/eyas/tiny/weights --heads out/heads --output docs/papers.md
 
 Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's leaderboard of 2025-04-22. Benches that
@@ -12,12 +13,13 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _command import run
+from _common import run
+from results import cell, prose, table
 from safetensors import safe_open
 
 from eyas import tiny
@@ -104,22 +106,10 @@ class Bench:
         return found
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def with_interval(row: Row, key: str) -> str:
     """value [low, high]."""
-    if key == "speedup":
-        value, low, high = row["speedup"], row["speedup_low"], row["speedup_high"]
-    else:
-        value, low, high = row[f"{key}_interval"] or (row[key], None, None)
-    return number(value) if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [list(head), ["---"] * len(head), *map(list, lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    keys = (key, f"{key}_low", f"{key}_high")
+    return cell([row[k] for k in keys] if key == "speedup" else row[f"{key}_interval"] or row[key])
 
 
 def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float, float]] | None = None) -> str:
@@ -129,8 +119,8 @@ def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float,
     for name, row in bench.rows(temperature).items():
         differ = len(row["differ"])
         equal = {True: "yes", None: "not compared"}.get(row["equal"], f"{differ} not")
-        line = [name, number(row["tokens_per_second"], 1), with_interval(row, "speedup"), number(row["speedup_vs_transformers"])]
-        line += ["" if row["tau"] is None else with_interval(row, "tau"), number(row["c"]), equal]
+        line = [name, cell(row["tokens_per_second"], 1), with_interval(row, "speedup"), cell(row["speedup_vs_transformers"])]
+        line += ["" if row["tau"] is None else with_interval(row, "tau"), cell(row["c"]), equal]
         if published is not None:
             speed, tau = published.get(name, (None, None))
             line.append("" if speed is None else f"{speed:.2f}x, {tau:.2f}")
@@ -143,10 +133,10 @@ def by_task(bench: Bench, temperature: float, published: Mapping[str, Sequence[f
     lines = []
     for name in bench.rows(temperature):
         here = [bench.rows(temperature, task).get(name) for task in bench.tasks]
-        cells = ["" if r is None else f"{number(r['speedup'])}x {number(r['tau'])}" for r in here]
+        cells = ["" if r is None else f"{cell(r['speedup'])}x {cell(r['tau'])}" for r in here]
         if published is not None:
             theirs = published.get(name)
-            cells += [""] if theirs is None else [" ".join(number(x) if x else "-" for x in theirs[:-1]) + f"; {number(theirs[-1])}"]
+            cells += [""] if theirs is None else [" ".join(cell(x) if x else "-" for x in theirs[:-1]) + f"; {cell(theirs[-1])}"]
         lines.append([name, *cells])
     head = ["", *(task.split("/")[-1] for task in bench.tasks)]
     return table([*head, *(["published: speed-ups; tau"] if published is not None else [])], lines)
@@ -162,10 +152,10 @@ def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) 
                 continue
             told.append(found)
             tau = rows[name]["tau"] if name in rows else None
-            lines.append([f"T = {temperature:g}, {name}", number(tau), *(number(x) for x in [*found, *[None] * 5][:5])])
+            lines.append([f"T = {temperature:g}, {name}", cell(tau), *(cell(x) for x in [*found, *[None] * 5][:5])])
         if published and temperature in ALPHA:
             theirs, tau = ALPHA[temperature]
-            lines.append([f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", number(tau), *map(number, theirs)])
+            lines.append([f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", cell(tau), *map(cell, theirs)])
     return table(["", "tau", "0-alpha", "1-alpha", "2-alpha", "3-alpha", "4-alpha"], lines)
 
 
@@ -181,74 +171,94 @@ def relative(text: str) -> str:
     return re.sub(r"[^\s=:,]*/(out/(?:papers|heads)|data/|models/)", r"\1", text)
 
 
-def chats(bench: Bench) -> str:
-    text = "Held-in chats (the embedded model's home ground), T = 0; every tree has 26 nodes, every chain five draft tokens.\n\n"
-    return text + whole(bench, 0.0) + "\n" + alphas(bench, [0.0]) + "\n" + machine(bench)
+PUBLISHED_MEANS = (
+    "Published: means over the tasks, Vicuna-7B on one RTX 3090, T = 0; EAGLE-3: LLaMA-3.1-8B, five "
+    "of the tasks. Ours: a 28M-parameter model that "
+    "knows bookings and small talk and is lost on most of these questions; its answers loop, which "
+    "flatters whoever copies."
+)
 
 
-def sampled(bench: Bench) -> str:
-    text = "The same chats at T = 1. Chosen trees with shared noise return plain decoding's own ids; what is drawn has its law.\n\n"
-    return text + whole(bench, 1.0) + "\n" + alphas(bench, [1.0]) + "\n" + machine(bench)
+@dataclass(frozen=True)
+class Section:
+    """How a bench is shown."""
+
+    heading: str
+    text: str
+    published: Mapping[str, tuple[float, float]] | None = None  # means, beside the table over all prompts
+    by_task: bool = False
+    published_tasks: Mapping[str, Sequence[float | None]] | None = None
+    chains: bool = True  # n-alpha
+    published_chains: bool = True
+
+    def show(self, bench: Bench) -> str:
+        """The section's tables, at every temperature of the bench."""
+        temperatures = list(dict.fromkeys(row["temperature"] for row in bench.summary["rows"]))
+        parts = [prose(self.text)]
+        for t in temperatures:
+            title = f"T = {t:g}:\n\n" if len(temperatures) > 1 else ""
+            parts.append(title + whole(bench, t, self.published))
+            parts += [by_task(bench, t, self.published_tasks)] if self.by_task else []
+        parts += [alphas(bench, temperatures, self.published_chains)] if self.chains else []
+        return f"## {self.heading}\n\n" + "\n\n".join(part.rstrip() for part in [*parts, machine(bench)]) + "\n"
 
 
-def six(bench: Bench) -> str:
-    text = (
-        "Published: means over the tasks, Vicuna-7B on one RTX 3090, T = 0; EAGLE-3: LLaMA-3.1-8B, five of the tasks. "
-        "Ours: a 28M-parameter model that knows bookings and small talk and is lost on most of these questions; its answers loop, which "
-        "flatters whoever copies.\n\n"
-    )
-    return text + whole(bench, 0.0, SIX_TASKS) + "\n" + by_task(bench, 0.0) + "\n" + machine(bench)
-
-
-def six_sampled(bench: Bench) -> str:
-    text = (
-        "The six tasks at T = 1. Published: EAGLE-2 with Vicuna-7B and EAGLE-3 with LLaMA-3.1-8B, means; EAGLE-1 with Vicuna-7B: "
-        "HumanEval 2.39x 3.43, GSM8K 2.34x 3.29, Alpaca 2.21x 3.30.\n\n"
-    )
-    return text + whole(bench, 1.0, SIX_SAMPLED) + "\n" + by_task(bench, 1.0) + "\n" + machine(bench)
-
-
-def spec_bench(bench: Bench) -> str:
-    text = "Published: Vicuna-7B on one RTX 3090, in the order MT-bench, translation, summarising, QA, mathematics, RAG.\n\n"
-    return text + by_task(bench, 0.0, SPEC_BENCH) + "\n" + whole(bench, 0.0) + "\n" + machine(bench)
-
-
-def inputs(bench: Bench) -> str:
-    text = "Four nets of the same size, each on as many tokens (`make bench-heads`), chains of five.\n\n"
-    return text + "\n".join(whole(bench, t) for t in (0.0, 1.0)) + "\n" + alphas(bench, [0.0, 1.0], published=False) + "\n" + machine(bench)
-
-
-def nestling(bench: Bench) -> str:
-    text = "The model that the embedded one's training began from, with heads warm-started from the embedded one's.\n\n"
-    return (
-        text + "\n".join(f"T = {t:g}:\n\n{whole(bench, t)}" for t in (0.0, 1.0)) + "\n" + alphas(bench, [0.0, 1.0]) + "\n" + machine(bench)
-    )
-
-
-# Bench -> heading, how it is told.
-SECTIONS: dict[str, tuple[str, Callable[[Bench], str]]] = {
-    "chats": ("All methods, chats (EAGLE-1 figures 1 and 9, tables 1 and 5; EAGLE-2 table 1)", chats),
-    "sampled": ("Sampling (EAGLE-1 figure 2, table 1; EAGLE-2 table 2)", sampled),
-    "six": ("The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)", six),
-    "six_sampled": ("Sampling on the six tasks (EAGLE-1 table 2; EAGLE-2 table 2)", six_sampled),
-    "spec_bench": ("Spec-Bench", spec_bench),
-    "inputs": ("What the net reads (EAGLE-1 figures 3, 5 and 10)", inputs),
-    "nestling": ("Another target: nestling", nestling),
-    "nestling_six": ("nestling on the six tasks of EAGLE-2", six),
+SECTIONS = {
+    "chats": Section(
+        "All methods, chats (EAGLE-1 figures 1 and 9, tables 1 and 5; EAGLE-2 table 1)",
+        "Held-in chats (the embedded model's home ground), T = 0; every tree has 26 nodes, every chain five draft tokens.",
+    ),
+    "sampled": Section(
+        "Sampling (EAGLE-1 figure 2, table 1; EAGLE-2 table 2)",
+        "The same chats at T = 1. Trees that look at the target's noise return plain decoding's own "
+        "ids; what is sampled follows its distribution.",
+    ),
+    "six": Section(
+        "The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)", PUBLISHED_MEANS, SIX_TASKS, by_task=True, chains=False
+    ),
+    "six_sampled": Section(
+        "Sampling on the six tasks (EAGLE-1 table 2; EAGLE-2 table 2)",
+        "The six tasks at T = 1. Published: EAGLE-2 with Vicuna-7B and EAGLE-3 with LLaMA-3.1-8B, "
+        "means; EAGLE-1 with Vicuna-7B: HumanEval 2.39x "
+        "3.43, GSM8K 2.34x 3.29, Alpaca 2.21x 3.30.",
+        SIX_SAMPLED,
+        by_task=True,
+        chains=False,
+    ),
+    "spec_bench": Section(
+        "Spec-Bench",
+        "Published: Vicuna-7B on one RTX 3090, in the order MT-bench, translation, summarising, QA, mathematics, RAG.",
+        by_task=True,
+        published_tasks=SPEC_BENCH,
+        chains=False,
+    ),
+    "inputs": Section(
+        "What the net reads (EAGLE-1 figures 3, 5 and 10)",
+        "Four nets of the same size, each on as many tokens (`make bench-heads`), chains of five.",
+        published_chains=False,
+    ),
+    "nestling": Section(
+        "Another target: nestling",
+        "The model that the embedded one's training began from, with heads warm-started from the embedded one's.",
+    ),
+    "nestling_six": Section("nestling on the six tasks of EAGLE-2", PUBLISHED_MEANS, SIX_TASKS, by_task=True, chains=False),
 }
 
 
+HEADS_TITLE = "## What the heads are, and what their training took (EAGLE-1, section 4)"
 # Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for 33B, 0.99B for 70B).
 SHARES = "EAGLE-1 for 7B 3.4 %, 13B 2.8 %, 33B 1.7 %, 70B 1.4 %, 1-2 days on four A100 for 70B (68,000 dialogues)"
 TRAINED = {
-    "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four stages)", "medusa": "Medusa, 4 heads",
+    "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four "
+    "stages)", "medusa": "Medusa, 4 heads",
     "hydra": "Hydra, 4 heads", "hydra++": "Hydra++, 4 heads", "small_model": "small model",
     **{f"eagle1-{inputs}": NAMES[f"eagle1:head=eagle1-{inputs}"] for inputs in ("shifted", "unshifted", "feature", "token")},
 }  # fmt: skip
 
 
 def trained(folders: Sequence[Path]) -> str:
-    """What heads are in size, and what their training took, of every folder in `folders` that holds a training."""
+    """What heads are in size, and what their training took, of every folder in `folders` that holds "
+    "a training."""
     whole, lines = sum(weight.numel() for weight in tiny.model().parameters()), []
     for head in sorted((f for folder in folders for f in folder.iterdir() if f.name in TRAINED), key=lambda f: list(TRAINED).index(f.name)):
         record = json.loads((head / "training.json").read_text())
@@ -257,11 +267,13 @@ def trained(folders: Sequence[Path]) -> str:
         tokens, minutes = record["tokens"], record["seconds"] / 60
         size = [f"{count / 1e6:.2f}M", f"{100 * count / whole:.1f} %"]
         cost = [f"{tokens / 1e6:.2f}M", str(record["steps"]), f"{minutes:.0f}", f"{tokens / minutes / 60:,.0f}"]
-        lines.append([TRAINED[head.name], *size, *cost, number(last.get("accuracy")), number(last.get("0-alpha"))])
+        lines.append([TRAINED[head.name], *size, *cost, cell(last.get("accuracy")), cell(last.get("0-alpha"))])
     head_line = ["", "parameters", "of the target's", "tokens", "steps", "minutes", "tokens/s", "held-out accuracy", "0-alpha"]
     said = (
-        f"The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of tokens count (Medusa's heads have one "
-        "each), those that it shares with the target do not. On the two cores of a CPU, in float32, most of them beside other work.\n"
+        f"The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of "
+        f"tokens count (Medusa's heads have one "
+        "each), those that it shares with the target do not. On the two cores of a CPU, in float32, "
+        "most of them beside other work.\n"
     )
     return f"{said}\n{table(head_line, lines)}"
 
@@ -273,32 +285,39 @@ def numbers(file: Path) -> int:
         return sum(math.prod(part.get_shape()) for part in slices if part.get_dtype().startswith(("F", "BF")))
 
 
-def page(folder: Path, heads: Sequence[Path] = ()) -> str:
-    """The whole page but for what a person wrote: that stands in docs/results.md."""
-    parts, missing = [], []
-    for name, (heading, tell) in SECTIONS.items():
-        if not (folder / name / "summary.json").exists():
-            missing.append(name)
-            continue
-        parts.append(f"## {heading}\n\n{tell(Bench(name, read_summary(folder / name)))}")
-    if not parts:
+def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
+    """docs/papers.md.
+
+    Args:
+        folder: of runs/papers.sh, or of the records that were kept of it.
+        old: the page so far; without heads their section is taken from it.
+    """
+    places = {name: (folder / name / "summary.json", folder / f"papers_{name}.json") for name in SECTIONS}
+    there = {name: path for name, paths in places.items() for path in paths if path.exists()}
+    if not there:
         raise InputError(f"{folder} holds no finished bench of runs/papers.sh")
-    if heads:
-        parts.append(f"## What the heads are, and what their training took (EAGLE-1, section 4)\n\n{trained(heads)}")
-    if missing:
-        parts.append(f"Not run: {', '.join(missing)}.\n")
-    intro = (
-        "# The papers at our scale\n\nMade by `runs/papers.py` from the benches of `runs/papers.sh`; what it means is said in "
-        "[results](results.md), what a column is in [benchmark](benchmark.md). Intervals: 95 %, bootstrap over prompts, paired. "
-        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.sharpness 1`).\n"
+    intro = prose(
+        "Made by `runs/papers.py` from the benches of `runs/papers.sh`; [results](results.md) has the summary, "
+        "[benchmark](benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts, paired. "
+        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.sharpness 1`)."
     )
-    return "\n".join([intro, *parts])
+    parts = ["# The papers at our scale\n\n" + intro.rstrip() + "\n"]
+    parts += [SECTIONS[name].show(Bench(name, read_summary(path))) for name, path in there.items()]
+    if heads:
+        parts.append(f"{HEADS_TITLE}\n\n{trained(heads)}")
+    elif HEADS_TITLE in old:
+        parts.append(old[old.index(HEADS_TITLE) :].partition("\nNot run:")[0].rstrip() + "\n")
+    if missing := SECTIONS.keys() - there.keys():
+        parts.append(f"Not run: {', '.join(sorted(missing))}.\n")
+    return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--benches", type=Path, required=True, help="the folder of runs/papers.sh")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--benches", type=Path, default=Path("docs/results"), help="the folder of runs/papers.sh, or the records of it (%(default)s)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("docs/papers.md"), help="default: %(default)s")
     parser.add_argument(
         "--results", type=Path, default=Path("docs/results"), help="where the benches' summaries are kept (default: %(default)s)"
     )
@@ -306,7 +325,8 @@ def main() -> None:
         "--heads", type=Path, action="append", default=[], metavar="FOLDER", help="that hold trained heads; may be repeated"
     )
     args = parser.parse_args()
-    write_text(args.output, page(args.benches, args.heads))
+    old = args.output.read_text() if args.output.exists() else ""
+    write_text(args.output, page(args.benches, args.heads, old))
     for name in SECTIONS:
         if (path := args.benches / name / "summary.json").exists():
             write_text(args.results / f"papers_{name}.json", relative(path.read_text()))

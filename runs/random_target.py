@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _command import run
+from _common import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}

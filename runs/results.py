@@ -1,6 +1,6 @@
 """Make the tables and pictures of docs/results.md from the JSON records in docs/results/.
 
-    python runs/results.py            rewrites docs/results.md behind its marker, and docs/results/{speed,tau,pass_cost,long_context}.svg
+    python runs/results.py            rewrites docs/results.md behind its marker, and the pictures in docs/results/
     python runs/results.py --check    exit status 1 when docs/results.md is not what this program makes
 
 The program measures nothing and prints the same bytes for the same records. What stands above the marker is written by hand.
@@ -9,19 +9,21 @@ The program measures nothing and prints the same bytes for the same records. Wha
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from eyas.files import write_text
 from eyas.metrics import bootstrap, ratio_of_ratios
+from eyas.train.state import write_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results.md"
@@ -63,6 +65,11 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def prose(text: str) -> str:
+    """A paragraph, wrapped."""
+    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False) + "\n\n"
+
+
 def source(*names: str) -> str:
     """The commands that wrote these records, and the machines."""
     lines = []
@@ -84,7 +91,8 @@ def best_tree(found: Record) -> tuple[str, Record]:
 
 
 def auto_over_best(found: Record, method: str) -> Interval | None:
-    """Speed of `--tree auto` over the best fixed tree, which is chosen on one half of the prompts and judged on the other."""
+    """Speed of `--tree auto` over the best fixed tree, which is chosen on one half of the prompts "
+    "and judged on the other."""
     rows = found.get("rows")
     if not rows:
         return None
@@ -122,9 +130,12 @@ def simulated_row(name: str, tree: str) -> Record:
 def aims() -> str:
     """The table of aims, from the records."""
     amx, amd = ("speed", "speed_nestling", "speed_t1"), ("speed_amd", "speed_amd_nestling", "speed_amd_t1")
+    large = ("speed_300m", "speed_amd_300m")
 
     def both(read: Callable[[str], str]) -> list[str]:
-        return ["; ".join(f"{model} {read(name)}" for model, name in zip(("embedded", "nestling"), names, strict=False)) for names in (amx, amd)]
+        return [
+            "; ".join(f"{model} {read(name)}" for model, name in zip(("embedded", "nestling"), names, strict=False)) for names in (amx, amd)
+        ]
 
     def best(key: str) -> Callable[[str], str]:
         return lambda name: cell(best_tree(record(name))[1][key])
@@ -140,9 +151,9 @@ def aims() -> str:
         ["c of a tree of 4 nodes", "1.9", *both(row_of("eagle3 4/3/1", "c"))],
         [
             "300M parameters, simulated acceptance: over plain decoding, 4 nodes", "2.2",
-            *(cell([simulated_row(n, "4/3/1")[k] for k in ("speedup", "speedup_low", "speedup_high")]) for n in ("speed_300m", "speed_amd_300m")),
+            *(cell([simulated_row(n, "4/3/1")[k] for k in ("speedup", "speedup_low", "speedup_high")]) for n in large),
         ],
-        ["the same: c of 32 nodes in 6 levels", "1.65", *(cell(simulated_row(n, "32/6/8")["c"]) for n in ("speed_300m", "speed_amd_300m"))],
+        ["the same: c of 32 nodes in 6 levels", "1.65", *(cell(simulated_row(n, "32/6/8")["c"]) for n in large)],
         ["a pass over 16 nodes / over 1", "1.2", *(f"embedded {cell(pass_ratio(n, 'kernels, by nodes', 16))}" for n in (amx[0], amd[0]))],
         ["`--tree auto` over the best fixed tree, EAGLE-3", "0.95", both(lambda n: cell(auto_over_best(record(n), "eagle3")))[0], ""],
         ["`--tree auto` with a useless head over plain decoding", "0.95", *both(row_of("random head, auto", "over_plain"))],
@@ -153,22 +164,22 @@ def aims() -> str:
 # --- the appendix --------------------------------------------------------------------------------------
 
 
-def speed_table(name: str) -> str:
-    """One speed record."""
+def speed_table(found: Record) -> str:
+    """The table of a speed record."""
     heads = ["", "tokens/s", "over plain", "over `generate`", "tau", "c", "equal texts"]
     lines = [
         [name, cell(row["tokens_per_second"], 1), cell(row["over_plain"]), cell(row.get("over_transformers")), cell(row.get("tau")),
          cell(row.get("c")), row["equal"]]
-        for name, row in record(name)["table"].items()
+        for name, row in found["table"].items()
     ]  # fmt: skip
     return table(heads, lines)
 
 
-def cost_tables(name: str) -> str:
+def cost_tables(found: Record) -> str:
     """Milliseconds of passes."""
     parts = []
     for by in ("nodes", "context"):
-        curves = {key.removesuffix(f", by {by}"): rows for key, rows in record(name)["cost"].items() if key.endswith(f"by {by}")}
+        curves = {key.removesuffix(f", by {by}"): rows for key, rows in found["cost"].items() if key.endswith(f"by {by}")}
         heads = [f"ms of a pass, by {by}", *(str(row[by]) for row in next(iter(curves.values())))]
         parts.append(table(heads, ([key, *(cell(row["ms"], 1) for row in rows)] for key, rows in curves.items())))
     return "\n".join(parts)
@@ -187,34 +198,41 @@ def speed() -> str:
         "speed_amd_t1": "The same machine: embedded model, T = 1",
         "speed_amd_nestling": "The same machine: nestling, T = 0",
     }
-    text = (
-        "The bundled prompts of one turn (21, about 67 tokens), answers of at most 96 tokens, float32, all contestants interleaved prompt by\n"
-        "prompt. Seconds are those of whole answers, the prompt's pass included. *Plain* is plain decoding by the compiled kernels. A tree is\n"
-        "given as nodes/depth/branch. c leaves the prompt's pass out. Trust ratios more than tokens per second: clocks and neighbours change.\n\n"
+    text = prose(
+        "The bundled prompts of one turn (21, about 67 tokens), answers of at most 96 tokens, "
+        "float32, all contestants interleaved prompt by "
+        "prompt. Seconds are those of whole answers, the prompt's pass included. *Plain* is plain "
+        "decoding by the compiled kernels. A tree is "
+        "given as nodes/depth/branch. c leaves the prompt's pass out. Trust ratios more than tokens "
+        "per second: clocks and neighbours change."
     )
-    parts = [f"### {title}\n\n{source(name)}\n{speed_table(name)}" for name, title in sections.items()]
+    parts = [f"### {title}\n\n{source(name)}\n{speed_table(record(name))}" for name, title in sections.items()]
     for name, title in (("speed", "Intel Xeon with AMX"), ("speed_amd", "AMD EPYC")):
-        parts.append(f"### Cost of a pass: {title}\n\n{cost_tables(name)}")
+        parts.append(f"### Cost of a pass: {title}\n\n{cost_tables(record(name))}")
     ratios = [
         [name, *(cell(auto_over_best(record(name), method)) for method in ("eagle3", "eagle2"))]
         for name in ("speed", "speed_t1", "speed_nestling", "speed_int8", "speed_nestling_int8", "speed_nestling_int4")
     ]
-    text_auto = "The best fixed tree is chosen on one half of the prompts and judged on the other.\n\n"
+    text_auto = prose("The best fixed tree is chosen on one half of the prompts and judged on the other.")
     parts.append(f"### `--tree auto` over the best fixed tree\n\n{text_auto}{table(['record', 'EAGLE-3', 'EAGLE-2'], ratios)}")
     return text + "\n".join(parts)
 
 
 def rounded() -> str:
     """Rounded weights and activations: what they cost, and their speed."""
-    text = (
-        "A rounded model is a target of its own: its texts are compared with its own plain decoding. Perplexity is that of 60 held-in chats;\n"
-        "ratios are paired by chat. *Same token*: the share of positions whose most probable token is the exact model's.\n\n"
+    text = prose(
+        "A rounded model is a target of its own: its texts are compared with its own plain decoding. "
+        "Perplexity is that of 60 held-in chats; "
+        "ratios are paired by chat. *Same token*: the share of positions whose most probable token "
+        "is the exact model's."
     )
     lines = []
     for ours, theirs in zip(record("rounding")["rows"], record("rounding_nestling")["rows"], strict=True):
         cells = [[f"{row['bytes'] / 1e6:.0f}", cell(row["over_exact"], 4), f"{100 * row['same_token']:.1f} %"] for row in (ours, theirs)]
         lines.append([f"{ours['weights']}, {ours['activations']}", *cells[0], *cells[1]])
-    heads = ["weights, activations"] + [f"{m}: {h}" for m in ("embedded", "nestling") for h in ("MB a pass", "perplexity over exact", "same token")]
+    heads = ["weights, activations"] + [
+        f"{m}: {h}" for m in ("embedded", "nestling") for h in ("MB a pass", "perplexity over exact", "same token")
+    ]
     parts = [text + source("rounding", "rounding_nestling") + "\n" + table(heads, lines)]
     sections = {
         "speed_int8": "Intel, embedded model, int8 activations",
@@ -223,15 +241,17 @@ def rounded() -> str:
         "speed_amd_int8": "AMD, embedded model, int8 activations",
         "speed_amd_nestling_bfloat16": "AMD, nestling, bfloat16 activations",
     }
-    parts += [f"### {title}\n\n{source(name)}\n{speed_table(name)}" for name, title in sections.items()]
+    parts += [f"### {title}\n\n{source(name)}\n{speed_table(record(name))}" for name, title in sections.items()]
     return "\n".join(parts)
 
 
 def simulated() -> str:
     """A target of 300M parameters with random weights."""
-    text = (
-        "A Llama of 22 layers, width 1,024 and 32,000 tokens with random weights (562 MB a pass). Draft tokens are accepted at the rates that\n"
-        "EAGLE-1 publishes for Vicuna-7B (0.79, 0.74, 0.72, 0.73, 0.67); everything else is measured. Three prompts of 256 tokens, 48 new ones.\n\n"
+    text = prose(
+        "A Llama of 22 layers, width 1,024 and 32,000 tokens with random weights (562 MB a pass). "
+        "Draft tokens are accepted at the rates that "
+        "EAGLE-1 publishes for Vicuna-7B (0.79, 0.74, 0.72, 0.73, 0.67); everything else is "
+        "measured. Three prompts of 256 tokens, 48 new ones."
     )
     names = {
         "speed_300m": "Intel, exact", "speed_300m_int8": "Intel, int8", "speed_300m_int4": "Intel, int4 weights",
@@ -257,10 +277,12 @@ def acceptance() -> str:
         "acceptance_nestling": "nestling, T = 0, one head for EAGLE-1 and EAGLE-2",
         "acceptance_nestling_eagle3": "nestling, T = 0, heads of few training tokens", "acceptance_nestling_t1": "the same, T = 1",
     }  # fmt: skip
-    text = (
-        "The last user turn of held-in chats, answers of at most 96 tokens, trees of 26 nodes, chains of 5 draft tokens. Answers in which more\n"
-        "than a fifth of the 8-grams repeat are reported apart, because loops flatter every method. Differences are paired by chat.\n"
-        "All records but the first were made with `sharpness 1` (`--tree.confidence-temperature 1`), the papers' rule.\n\n"
+    text = prose(
+        "The last user turn of held-in chats, answers of at most 96 tokens, trees of 26 nodes, "
+        "chains of 5 draft tokens. Answers in which more "
+        "than a fifth of the 8-grams repeat are reported apart, because loops flatter every method. "
+        "Differences are paired by chat. "
+        "The records of T = 0 other than the first were made with sharpness 1, the papers' rule."
     )
     parts = []
     for name, title in names.items():
@@ -272,18 +294,21 @@ def acceptance() -> str:
             alphas = " ".join(cell(x[0]) for x in row.get("n-alpha", ()))
             equal = f"{found['equal_to_vanilla'][method]} of {found['chats']}"
             lines.append([method, cell(row["tau"]), cell(loops.get(method, {}).get("tau")), alphas, equal])
-        gaps = [f"{pair}: {cell(gap, 2, '+')}" for pair, gap in found["without_loops"]["tau differences"].items()]
+        gaps = [[pair, cell(gap, 2, "+")] for pair, gap in found["without_loops"]["tau differences"].items()]
         heads = ["", "tau", "tau of loops", "n-alpha, n = 0..4", "ids equal to plain decoding"]
-        said = f"{found['chats']} chats, {found['loops']} of them loops. Differences of tau: {'; '.join(gaps)}.\n"
-        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{source(name)}\n{table(heads, lines)}\n{said}")
+        said = f"{found['chats']} chats, {found['loops']} of them loops.\n"
+        differences = table(["difference of tau, paired", ""], gaps)
+        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{source(name)}\n{said}\n{table(heads, lines)}\n{differences}")
     return text + "\n".join(parts)
 
 
 def sharpness() -> str:
     """tau against the sharpness of the draft's confidences."""
-    text = (
-        "A dynamic tree ranks its nodes by the draft's confidences, softmax(sharpness x log q). 1 is EAGLE-2's own rule; 2, the default\n"
-        "(`--tree.confidence-temperature 0.5`), is worth 3 to 19 % of tau at T = 0. tau, and its ratio to sharpness 1, paired by prompt.\n\n"
+    text = prose(
+        "A dynamic tree ranks its nodes by the draft's confidences, softmax(sharpness x log q). 1 is "
+        "EAGLE-2's own rule; 2, the default "
+        "(`--tree.sharpness`), is worth 3 to 19 % of tau at T = 0. tau, and its ratio to sharpness "
+        "1, paired by prompt."
     )
     parts = []
     titles = {"sharpness": "embedded, T = 0", "sharpness_nestling": "nestling, T = 0", "sharpness_t1": "embedded, T = 1"}
@@ -303,19 +328,28 @@ def sharpness() -> str:
 def noise() -> str:
     """Sampling: coupled noise, drawn trees, blocks."""
     found = record("noise")
-    text = "25 held-in chats, embedded model. *Shared*: the draft looks at the target's noise (`--tree.noise coupled`); *drawn*: it samples.\n\n"
+    text = prose(
+        "25 held-in chats, embedded model. *Shared*: the draft looks at the target's noise (`--tree.noise shared`); *drawn*: it samples."
+    )
     lines = [[name, cell(row["tau"]), f"{row['equal_to_plain']} of {found['chats']}"] for name, row in found["tau"].items()]
     ratios = [[name, cell(value)] for name, value in found["ratios of tau"].items()]
     return (
-        text + table(["", "tau", "ids equal to plain decoding"], lines) + "\n" + table(["tau over tau, paired", ""], ratios) + "\n" + source("noise")
+        text
+        + table(["", "tau", "ids equal to plain decoding"], lines)
+        + "\n"
+        + table(["tau over tau, paired", ""], ratios)
+        + "\n"
+        + source("noise")
     )
 
 
 def long_context() -> str:
     """Acceptance and cost against the context."""
-    found, text = record("long_context"), (
-        "An EAGLE-3 head trained on 512 tokens drafts behind prompts of 256 to 4,032 tokens, 20 passages of five books for each task, tree\n"
-        "16/5/4. All prompts of a passage are followed by the same 64 tokens. `eagle3 float16 table`: the rotations of the reference code.\n\n"
+    found = record("long_context")
+    text = prose(
+        "An EAGLE-3 head trained on 512 tokens drafts behind prompts of 256 to 4,032 tokens, 20 passages "
+        "of five books for each task, tree 16/5/4. All prompts of a passage are followed by the same 64 "
+        "tokens. `eagle3 float16 table`: the rotations of the reference code."
     )
     parts = []
     for task, entry in found["tasks"].items():
@@ -337,9 +371,11 @@ def long_context() -> str:
 
 def flips() -> str:
     """Half precision."""
-    text = (
-        "A tree of 12/5/3 against plain decoding in the same dtype, by the model's own forward, 21 texts. *Margin*: the logits' distance of\n"
-        "the two tokens in the float32 model; *spacing*: that of neighbouring numbers of the dtype there. No flip lies beyond 1.1 spacings.\n\n"
+    text = prose(
+        "A tree of 12/5/3 against plain decoding in the same dtype, by the model's own forward, 21 "
+        "texts. *Margin*: the logits' distance of "
+        "the two tokens in the float32 model; *spacing*: that of neighbouring numbers of the dtype "
+        "there. No flip lies beyond 1.1 spacings."
     )
     lines = []
     for name, title in (("flips", "embedded"), ("flips_nestling", "nestling"), ("flips_amd", "embedded, AMD")):
@@ -351,19 +387,25 @@ def flips() -> str:
 
 def training() -> str:
     """Heads trained for a comparison: ablation, data, source of the data."""
-    text = (
-        "Small comparisons: one seed, few tokens. Differences are paired by chat.\n\n![Parts of EAGLE-3](results/ablation.svg)\n\n"
-        "![Amount of data](results/scaling.svg)\n\n![Source of the data](results/data_source.svg)\n\n"
+    text = prose(
+        "Small comparisons: one seed, few tokens. Differences are paired by chat.\n\n![Parts of "
+        "EAGLE-3](results/ablation.svg)"
+        "![Amount of data](results/scaling.svg)\n\n![Source of the data](results/data_source.svg)"
     )
     parts = []
-    for name, title in (("ablation", "Parts of EAGLE-3"), ("scaling", "Amount of data"), ("data_source", "The target's own answers as data")):
+    for name, title in (
+        ("ablation", "Parts of EAGLE-3"),
+        ("scaling", "Amount of data"),
+        ("data_source", "The target's own answers as data"),
+    ):
         found = record(name)
         shapes = list(next(iter(found["kinds"].values()))["tau"])
         lines = [[kind, *(cell(row["tau"][s]) for s in shapes), " ".join(cell(x[0]) for x in row.get("n-alpha", ()))]
                  for kind, row in found["kinds"].items()]  # fmt: skip
-        gaps = "; ".join(f"{pair} {cell(gap['tau']['tree'], 2, '+')}" for pair, gap in found["differences"].items())
+        gaps = [[pair, cell(gap["tau"]["tree"], 2, "+")] for pair, gap in found["differences"].items()]
         heads = ["", *(f"tau, {s}" for s in shapes), "n-alpha"]
-        parts.append(f"### {title}\n\n{source(name)}\n{found['caption']}\n\n{table(heads, lines)}\nDifferences of tau, tree: {gaps}.\n")
+        differences = table(["difference of tau of the tree", ""], gaps)
+        parts.append(f"### {title}\n\n{source(name)}\n{found['caption']}\n\n{table(heads, lines)}\n{differences}")
     return text + "\n".join(parts)
 
 
@@ -375,7 +417,7 @@ def bundled() -> str:
         speedup = [row[k] for k in ("speedup", "speedup_low", "speedup_high")]
         cells = [cell(speedup), cell(row["speedup_vs_transformers_interval"]), cell(row["tau_interval"]), cell(row["c"])]
         lines.append([method, cell(row["tokens_per_second"], 1), *cells])
-    text = "The 24 bundled prompts by the model's own forward, one thread, small trees (5 nodes, chains of 3). All texts equal.\n\n"
+    text = prose("The 24 bundled prompts by the model's own forward, one thread, small trees (5 nodes, chains of 3). All texts equal.")
     return text + table(heads, lines) + "\n" + source("bench_bundled")
 
 
@@ -385,14 +427,16 @@ def batches() -> str:
     sizes = [str(n) for n in found["settings"]["rows"]]
     lines = [[name, *(cell(row[n]["speedup"]) for n in sizes), cell(found["throughput"][name])] for name, row in found["table"].items()]
     lines.append(["published, Vicuna-7B", *(cell(found["published_speedup"].get(n)) for n in sizes), "1.97"])
-    text = "Speed-up over plain decoding in as many rows (EAGLE-1, table 7), by the model's own forward.\n\n"
+    text = prose("Speed-up over plain decoding in as many rows (EAGLE-1, table 7), by the model's own forward.")
     text += table(["rows", *sizes, "throughput"], lines) + "\n" + source("batch")
     experts = record("experts")
     nodes = [row["nodes"] for row in experts["experts"]["verify_ms"]]
     touched = {row["nodes"]: row["experts"] for row in experts["experts"]["experts_touched"]}
     lines = [["experts touched in a layer", *(cell(touched.get(n), 1) for n in nodes)]]
     lines += [[f"ms of a pass, {kind}", *(cell(row["ms"], 0) for row in experts[kind]["verify_ms"])] for kind in ("experts", "dense")]
-    text += "\nA mixture of experts of Mixtral's shape at width 512, random weights, beside a dense model of as many parameters a token.\n\n"
+    text += "\n" + prose(
+        "A mixture of experts of Mixtral's shape at width 512, random weights, beside a dense model of as many parameters a token."
+    )
     return text + table(["nodes verified", *map(str, nodes)], lines) + "\n" + source("experts")
 
 
@@ -413,9 +457,11 @@ def embedded() -> str:
     """The embedded model's own figures."""
     found = record("tiny")
     losses = ", ".join(f"{span}: {loss:.2f}" for span, loss in found["book_loss_by_position"].items())
-    text = (
-        f"Held-out chats: {found['chats']}, {found['heldout_loss_nats']:.4f} nats a token, perplexity {found['heldout_perplexity']:.2f}.\n"
-        f"distinct-3 of 60 greedy answers: {found['distinct_3']:.3f}. Loss on an unseen book by position: {losses}.\n\n"
+    text = prose(
+        f"Held-out chats: {found['chats']}, {found['heldout_loss_nats']:.4f} nats a token, perplexity "
+        f"{found['heldout_perplexity']:.2f}. "
+        f"distinct-3 of 60 greedy answers: {found['distinct_3']:.3f}. Loss on an unseen book by "
+        f"position: {losses}."
     )
     samples = [f"- *{' '.join(s['user'].split())[:120]}* -> {' '.join(s['answer'].split())[:160]}" for s in found["samples"][:6]]
     return text + "\n".join(samples) + "\n"
@@ -500,9 +546,11 @@ def draw_pass_cost(figure: Figure) -> None:
     """Time of a pass against its nodes."""
     axes = figure.subplots()
     curves = [
-        ("speed", "own forward, by nodes", "Intel AMX, model's own forward", GREY, "--"), ("speed", "kernels, by nodes", "Intel AMX, kernels", BLUE, "-"),
-        ("speed_vnni", "kernels, by nodes", "Intel without AMX, kernels", GREEN, "-"), ("speed_amd", "kernels, by nodes", "AMD, kernels", ORANGE, "-"),
-    ]  # fmt: skip
+        ("speed", "own forward, by nodes", "Intel AMX, model's own forward", GREY, "--"),
+        ("speed", "kernels, by nodes", "Intel AMX, kernels", BLUE, "-"),
+        ("speed_vnni", "kernels, by nodes", "Intel without AMX, kernels", GREEN, "-"),
+        ("speed_amd", "kernels, by nodes", "AMD, kernels", ORANGE, "-"),
+    ]
     for name, key, label, colour, style in curves:
         rows = record(name)["cost"][key]
         axes.plot([r["nodes"] for r in rows], [r["ms"] for r in rows], marker="o", ms=4, label=label, color=colour, ls=style)
@@ -528,7 +576,9 @@ def draw_long_context(figure: Figure) -> None:
     left.legend(fontsize=8, loc="lower right")
     draft = record("draft_cost")
     for name, colour in (("eagle3", BLUE), ("seagle", ORANGE)):
-        right.plot(draft["settings"]["contexts"], [x[0] for x in draft["draft"][name]["cycle_wall_ms"]], marker="o", ms=4, color=colour, label=name)
+        right.plot(
+            draft["settings"]["contexts"], [x[0] for x in draft["draft"][name]["cycle_wall_ms"]], marker="o", ms=4, color=colour, label=name
+        )
     right.set_xscale("log", base=2)
     right.set_xticks(draft["settings"]["contexts"], [f"{n // 1024}k" for n in draft["settings"]["contexts"]])
     right.minorticks_off()
@@ -536,18 +586,42 @@ def draw_long_context(figure: Figure) -> None:
     right.legend(fontsize=8)
 
 
+def draw_heads(name: str, figure: Figure) -> None:
+    """n-alpha by n, where chains were measured; tau by kind."""
+    found = record(name)
+    kinds = found["kinds"]
+    with_chains = "n-alpha" in next(iter(kinds.values()))
+    axes = figure.subplots(1, 2 if with_chains else 1, squeeze=False)[0]
+    if with_chains:
+        for number, (kind, row) in enumerate(kinds.items()):
+            points = [(n + 0.05 * number, *alpha) for n, alpha in enumerate(row["n-alpha"]) if alpha[0] is not None]
+            x, value, low, high = zip(*points, strict=True)
+            reach = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
+            axes[0].errorbar(x, value, reach, marker="o", ms=4, lw=1, capsize=2, label=kind)
+        axes[0].set(xlabel="n: draft tokens accepted before", ylabel="n-alpha", title="Acceptance in a chain", ylim=(0, 1))
+        axes[0].legend(fontsize=7)
+    shapes = list(next(iter(kinds.values()))["tau"])
+    for place, shape in enumerate(shapes):
+        taus = [row["tau"][shape] for row in kinds.values()]
+        at, reach = [i + 0.2 * place for i in range(len(taus))], [[t[0] - t[1] for t in taus], [t[2] - t[0] for t in taus]]
+        axes[-1].errorbar([t[0] for t in taus], at, xerr=reach, marker="o", ms=5, ls="none", capsize=2, label=shape)
+    axes[-1].set_yticks(range(len(kinds)), list(kinds))
+    axes[-1].invert_yaxis()
+    axes[-1].set(xlabel="tau", title=found["caption"].split(";")[1].strip())
+    axes[-1].legend(fontsize=7)
+
+
 PICTURES: Mapping[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "speed": (draw_speed, (9, 3.8)),
     "tau": (draw_tau, (8, 3.9)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "long_context": (draw_long_context, (9, 3.6)),
+    **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "scaling", "data_source")},
 }
 
 
 def picture(name: str) -> str:
     """An SVG, the same for the same records."""
-    import io
-
     draw, size = PICTURES[name]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")

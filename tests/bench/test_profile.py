@@ -49,7 +49,7 @@ def test_cycles_without_a_draft_are_apart() -> None:
     some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (cycle(1, nodes=1, plain=True), 0.006)], 10, warm=0)
     assert some is not None
     assert (some["cycles"], some["plain"], some["nodes"], some["cycle_ms"]) == (1, 1, 6, pytest.approx(10))
-    spared = replace(cycle(9, nodes=16), decision=Decision(spare=drafters.find("suffix")(Target(zoo.FAMILIES["llama"]()))))
+    spared = replace(cycle(9, nodes=16), decision=Decision(fallback=drafters.find("suffix")(Target(zoo.FAMILIES["llama"]()))))
     some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (spared, 0.006)], 10, warm=0)
     assert some is not None
     assert (some["cycles"], some["plain"], some["nodes"]) == (1, 1, 6)

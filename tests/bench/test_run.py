@@ -17,7 +17,6 @@ from eyas.api import LLM
 from eyas.bench import contestants, report
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.machine import Used, cores, snapshot
-from eyas.bench.metrics import acceptance_by_depth
 from eyas.bench.probe import Probe, chain_alpha, probe
 from eyas.bench.record import Answer
 from eyas.bench.run import ANSWERS, SETTINGS, Bench, locked
@@ -31,6 +30,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
+from eyas.metrics import acceptance_by_depth
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_all_answer_alike(llm: LLM, tmp_path: Path) -> None:
     assert len(answers) == 2 * 4 * 3
     assert all(a.differs is None for a in answers)
     assert [a.comparable for a in answers if a.method == "transformers"] == [True] * 4 + [False] * 4
-    assert all(len(a.token_ids) == 1 + a.decoded for a in answers)
+    assert all(len(a.token_ids) == 1 + a.emitted for a in answers)
     assert {a.task for a in answers} == {"task0", "task1"}
 
 
@@ -172,10 +172,53 @@ def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> 
     run = bench(llm, prompts=PROMPTS[:2])
     answers = run.run(tmp_path)
     assert all(a.around is not None and a.around.seconds > 0 for a in answers)
-    known = [a.but(around=Used(10.0, 10.0 * len(cores()) * (a.prompt == "own/0"))) for a in answers]
+    known = [a.replace(around=Used(10.0, 10.0 * len(cores()) * (a.prompt == "own/0"))) for a in answers]
     (tmp_path / ANSWERS).write_text("".join(json.dumps(a.to_json()) + "\n" for a in known))
     (warning,) = summarise(run, run.run(tmp_path), snapshot(), "x", probe_prompts=0)["warnings"]
     assert f"other processes used {len(cores()) / 2:.1f} of {len(cores())} cores" in warning
+
+
+class Breaks(Contestant):
+    """Plain decoding, until an exception."""
+
+    name = "breaks"
+
+    def __init__(self, llm: LLM, after: int) -> None:
+        self.inner, self.left = Drafting("breaks", llm.drafter), after
+
+    def answer(self, question: Question) -> Answer:
+        self.left -= 1
+        if self.left < 0:
+            raise AttributeError("no attribute 'weight'")
+        return self.inner.answer(question)
+
+
+@pytest.mark.parametrize("after", [0, 3], ids=["at once", "in between"])
+def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path, after: int) -> None:
+    """Bug: one broken method takes the whole bench down. Resumed, it is not asked again, and the others' answers stay."""
+    run = bench(llm, Breaks(llm, after), eagle2(llm))
+    answers = run.run(tmp_path)
+    why = "AttributeError: no attribute 'weight'"
+    assert run.failed == {"breaks": why}
+    assert [a.prompt for a in answers if a.method == "eagle2"] == [p.id for p in PROMPTS]
+    assert all(a.differs is None for a in answers)
+    again = bench(llm, Breaks(llm, after=0), eagle2(llm))
+    assert again.run(tmp_path) == answers
+    assert again.failed == {"breaks": why}
+    summary = summarise(again, answers, snapshot(), "eyas bench", probe_prompts=1)
+    assert summary["failed"] == {"breaks": why}
+    write(tmp_path, summary)
+    assert f"**breaks failed and is in no figure: {why}**" in (tmp_path / "report.md").read_text()
+    assert "breaks failed and is in no figure: AttributeError" in (tmp_path / "report.html").read_text()
+    assert ("breaks", *["–"] * 6, "failed") in [report.cells(row) for row in summary["rows"] if row["task"] == "all"]
+
+
+def test_without_plain_decoding_there_is_no_bench(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a broken target is told as one contestant's failure, and the rest is compared with nothing."""
+    broken = Breaks(llm, 0)
+    broken.name = "vanilla"
+    with pytest.raises(AttributeError, match="weight"):
+        Bench(llm, [broken, eagle2(llm)], PROMPTS, max_new_tokens=6).run(tmp_path)
 
 
 class Liar(Contestant):
@@ -189,7 +232,7 @@ class Liar(Contestant):
     def answer(self, question: Question) -> Answer:
         true = self.inner.answer(question)
         changed = (*true.token_ids[:2], (true.token_ids[2] + 1) % 32, *true.token_ids[3:])
-        return true.but(token_ids=changed if question.prompt != PROMPTS[3].id else true.token_ids[:2])
+        return true.replace(token_ids=changed if question.prompt != PROMPTS[3].id else true.token_ids[:2])
 
 
 def test_a_text_that_differs_is_found(llm: LLM, tmp_path: Path) -> None:
@@ -310,7 +353,9 @@ def test_n_alpha_is_acceptance_in_a_chain(llm: LLM) -> None:
     chain = small.chain(5)
     for asked in question:
         chain_answer = Drafting("x", chain).answer(asked)
-        assert chain_alpha(Drafting("x", small), [asked]) == acceptance_by_depth([chain_answer], 5)
+        assert chain_alpha(Drafting("x", small), [asked]) == [
+            None if rate is None else round(rate, 4) for rate in acceptance_by_depth(chain_answer.cycles, 5)
+        ]
         assert sum(c.candidates for c in chain_answer.cycles) == 5 * len(chain_answer.cycles)
     assert chain_alpha(Drafting("x", drafters.find("prompt_lookup")(llm.target)), question) is None
 
@@ -385,6 +430,10 @@ def test_reports(llm: LLM, tmp_path: Path) -> None:
     assert "no &lt;head&gt;" in page
     assert page.count("<svg") == sum(1 for p in tmp_path.glob("*.svg"))
     assert not any(loads in page for loads in ("<script", "<link", "src=", "@import", "url(h"))
+    parts = ("as fast as plain decoding", "<svg", "<table", "What was answered", "One cycle", "How it was measured")
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "prefers-color-scheme: dark" in page
     text = (tmp_path / "report.md").read_text()
     for said in ("vanilla", "transformers", "eagle2", "all tasks", "task1", "2-alpha", "peak memory", "GB/s", "Not run: medusa"):
         assert said in text, said

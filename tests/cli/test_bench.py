@@ -239,13 +239,32 @@ def test_a_text_of_ours_that_differs_fails_the_run(run: Run, bench: tuple[object
 
     def lie(self: Drafting, question: Question, *watch: Any) -> Answer:
         said = true(self, question, *watch)
-        return said if self.name == "vanilla" or question.prompt != "mine/2" else said.but(token_ids=(*said.token_ids[:-1], 7))
+        return said if self.name == "vanilla" or question.prompt != "mine/2" else said.replace(token_ids=(*said.token_ids[:-1], 7))
 
     monkeypatch.setattr(Drafting, "answer", lie)
     result = run(*bench, "--methods", "suffix")
     assert result.exit_code == 1
     assert "eyas: error: suffix, mine/2, turn 1, T = 0: token 7 is not plain decoding's (margin " in result.stderr
     assert result.stderr.count("a fault of eyas") == 1
+
+
+def test_a_method_that_fails_takes_no_other_one_down(run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method failed."""
+    true = Drafting.answer
+
+    def fail(self: Drafting, question: Question, *watch: Any) -> Answer:
+        if self.name == "suffix":
+            raise AttributeError("broken")
+        return true(self, question, *watch)
+
+    monkeypatch.setattr(Drafting, "answer", fail)
+    result = run(*bench, "--methods", "suffix,prompt_lookup", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "eyas: error: suffix failed and is in no figure: AttributeError: broken" in result.stderr
+    rows = {row["method"]: row for row in summary_of(result)["rows"] if row["task"] == "all"}
+    assert (rows["suffix"]["error"], rows["prompt_lookup"]["error"]) == ("AttributeError: broken", None)
+    assert rows["prompt_lookup"]["tau"] >= 1
+    assert run(*bench, "--methods", "suffix", "--restart").exit_code == 1
 
 
 def test_a_profile(run: Run, bench: tuple[object, ...], world: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What a bench lets run against each other: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
+"""What a bench compares: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
 
-A contestant answers one question at a time, alone in its batch. The clock runs from the question: the first token's seconds hold whatever
-is made ready for it (caches, generate's own preparations), a cycle's run from the end of the one before to its own. With transformers an
-end is a delivery to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps is not counted.
+A contestant answers one question at a time, alone in its batch. The clock starts with the question: the seconds of the first token include
+whatever is prepared for it (caches, generate's own set-up). A cycle lasts from the end of the one before to its own end. For transformers
+an end is a delivery to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
-from eyas.bench.record import Answer, Cycle, Memory, answer_from
+from eyas.bench.record import Answer, Memory, answer_from
 from eyas.core.engine import Decoder, Policy, Request, StageTimer, Step, Verify, Watch
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
@@ -28,68 +28,84 @@ from eyas.core.verify import verify
 from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
 from eyas.errors import ModelError
+from eyas.metrics import Cycle
 from eyas.train.record import options_of
 
 __all__ = ["Contestant", "Drafting", "Question", "Transformers"]
 
-LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens; what Spec-Bench gives prompt lookup (evaluation/inference_pld.py)
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it (evaluation/inference_pld.py)
 
 
 @dataclass(frozen=True)
 class Question:
     """One turn of one prompt, as token ids."""
 
-    prompt: str  # id
+    prompt: str  # the prompt's id
     task: str
     turn: int
     request: Request
 
     def about(self, method: str) -> dict[str, Any]:
+        """The fields of an Answer that the question decides."""
         return {
-            "method": method, "prompt": self.prompt, "task": self.task, "turn": self.turn,
-            "temperature": self.request.sampling.temperature, "prompt_tokens": len(self.request.prompt),
-        }  # fmt: skip
+            "method": method,
+            "prompt": self.prompt,
+            "task": self.task,
+            "turn": self.turn,
+            "temperature": self.request.sampling.temperature,
+            "prompt_tokens": len(self.request.prompt),
+        }
 
 
 class Contestant(ABC):
-    """Somebody who answers questions."""
+    """Answers questions."""
 
     name: str
 
     @abstractmethod
     def answer(self, question: Question) -> Answer:
-        """Measured."""
+        """The answer, measured."""
 
     def describe(self) -> dict[str, Any]:
-        """For the summary."""
+        """Settings for the summary. A bench goes on only with equal ones."""
         return {}
 
 
 class Drafting(Contestant):
-    """A method of eyas."""
+    """A method of eyas.
+
+    Args:
+        head: where its weights come from, for the summary.
+        policy: decides on trees; keeps what it learns from question to question.
+    """
 
     def __init__(
-        self, name: str, drafter: Drafter, head: str | None = None, verify: Verify = verify, policy: Policy | None = None
-    ) -> None:  # fmt: skip
-        """policy: keeps what it learns from question to question."""
+        self,
+        name: str,
+        drafter: Drafter,
+        head: str | None = None,
+        verify: Verify = verify,
+        policy: Policy | None = None,
+    ) -> None:
         self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
-        self._idle: Decoder | None = None  # one that lasts
+        self._idle: Decoder | None = None  # serves the next question too
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
-        before = cost.memory(device)
-        if self._idle is not None:  # it holds the caches of the question before
-            before = None
+        # An idle decoder holds the caches of the question before, so nothing can be said of memory beyond them.
+        before = None if self._idle is not None else cost.memory(device)
         answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
-        return answer.but(memory=_memory(device, before), comparable=answer.comparable and self.verify is verify)
+        comparable = answer.comparable and self.verify is verify
+        return answer.replace(memory=_memory(device, before), comparable=comparable)
 
     def timed(
         self, request: Request, watch: Watch | None = None, clock: Callable[[], StageTimer] | None = None
-    ) -> Iterator[tuple[Step, float]]:  # fmt: skip
-        """Every step and its seconds; what a watch or the reader of the steps does in between is not in them."""
+    ) -> Iterator[tuple[Step, float]]:
+        """Every step and its seconds; what `watch` or the reader of the steps does in between is not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
-        if decoder is None or watch is not None or clock is not None:
+        plain = watch is None and clock is None
+        if decoder is None or not plain:
             decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy, clock=clock)
         decoder.add(request)
         while not decoder.finished:
@@ -97,14 +113,17 @@ class Drafting(Contestant):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if decoder.lasts and watch is None and clock is None:
+        if decoder.lasts and plain:
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:
         parts = _parts(self.drafter)
         nets = [part.net for part in parts if part.net is not None]
-        policy = "fixed" if self.policy is None else "auto"
-        about: dict[str, Any] = {"tree": self.drafter.describe(), "policy": policy, "options": [options_of(part.options) for part in parts]}
+        about: dict[str, Any] = {
+            "tree": self.drafter.describe(),
+            "policy": "fixed" if self.policy is None else "auto",
+            "options": [options_of(part.options) for part in parts],
+        }
         if nets:
             about["parameters"] = sum(p.numel() for net in nets for p in net.parameters())
             about["weights"] = f"{_checksum(nets):08x}"
@@ -117,12 +136,13 @@ def _parts(drafter: Drafter) -> tuple[Drafter, ...]:
 
 
 def _checksum(nets: Sequence[nn.Module]) -> int:
-    """CRC-32 of every weight: heads that lie in the same place one after another are told apart."""
-    found = 0
+    """CRC-32 of every weight: tells apart heads that lie in the same place one after another."""
+    checksum = 0
     for net in nets:
         for value in net.state_dict().values():
-            found = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), found)
-    return found
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
 def _memory(device: torch.device, before: int | None) -> Memory:
@@ -131,14 +151,14 @@ def _memory(device: torch.device, before: int | None) -> Memory:
 
 
 class _Deliveries(BaseStreamer):
-    """When transformers delivers tokens, and how many."""
+    """Records when transformers delivers tokens, and how many."""
 
     def __init__(self) -> None:
-        self.at: list[float] = []
+        self.times: list[float] = []
         self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        self.at.append(time.perf_counter())
+        self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 
     def end(self) -> None:
@@ -150,44 +170,57 @@ class Transformers(Contestant):
 
     def __init__(self, target: Target, name: str = "transformers", lookup: bool = False, assistant: PreTrainedModel | None = None) -> None:
         self.target, self.name = target, name
-        self.how: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
+        self.options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
         if assistant is not None:
-            self.how = {"assistant_model": assistant}
+            self.options = {"assistant_model": assistant}
 
     def answer(self, question: Question) -> Answer:
         request, deliveries = question.request, _Deliveries()
-        model: Any = self.target.model
         before = cost.memory(self.target.device)
         torch.manual_seed(request.sampling.seed)
         began = time.perf_counter()
+        output = self._generate(request, deliveries)
+        token_ids = _cut(output[len(request.prompt) :], request)
+        times, counts = deliveries.times[1:], _fit(deliveries.counts[1:], len(token_ids))  # the first delivery is the prompt
+        stretches = zip(times, times[1:], counts[1:], strict=False)
+        return Answer(
+            token_ids=token_ids,
+            finish="stop" if token_ids and token_ids[-1] in request.eos else "length",
+            prefill_seconds=times[0] - began,
+            cycles=tuple(Cycle(n, n - 1, end - begin) for begin, end, n in stretches if n),
+            comparable=request.sampling.greedy and self.target.run.form.exact,
+            memory=_memory(self.target.device, before),
+            **question.about(self.name),
+        )
+
+    def _generate(self, request: Request, streamer: BaseStreamer) -> list[int]:
+        """Prompt and new tokens. ModelError when transformers refuses."""
+        model: Any = self.target.model
         ids_1T = torch.tensor([request.prompt], device=self.target.device)
+        keywords = {**_ends(request, self.target.vocab_size), **_sampling_keywords(request.sampling), **self.options}
         with torch.inference_mode():
             try:
-                found = model.generate(
-                    ids_1T, attention_mask=torch.ones_like(ids_1T), streamer=deliveries, max_new_tokens=request.max_new_tokens,
-                    **_ends(request, self.target.vocab_size), **_law(request.sampling), **self.how,
-                )  # fmt: skip
+                output = model.generate(
+                    ids_1T,
+                    attention_mask=torch.ones_like(ids_1T),
+                    streamer=streamer,
+                    max_new_tokens=request.max_new_tokens,
+                    **keywords,
+                )
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ModelError(f"{self.name}: transformers refuses: {' '.join(str(error).split())[:200]}") from error
-        new = _cut(found[0, len(request.prompt) :].tolist(), request)
-        at, counts = deliveries.at[1:], _fit(deliveries.counts[1:], len(new))  # the first delivery is the prompt
-        cycles = tuple(Cycle(n, n - 1, end - begin) for begin, end, n in zip(at, at[1:], counts[1:], strict=False) if n)
-        comparable = request.sampling.greedy and self.target.run.form.exact
-        finish = "stop" if new and new[-1] in request.eos else "length"
-        return Answer(
-            token_ids=new, finish=finish, prefill_seconds=at[0] - began, cycles=cycles, comparable=comparable,
-            memory=_memory(self.target.device, before), **question.about(self.name),
-        )  # fmt: skip
+        return list(output[0].tolist())
 
 
-def _cut(new: Sequence[int], request: Request) -> tuple[int, ...]:
-    """Up to the first token that ends a text, and no longer than asked: some versions deliver what an assisted step accepted behind it."""
-    end = next((i + 1 for i, token in enumerate(new) if token in request.eos), len(new))
-    return tuple(new[: min(end, request.max_new_tokens)])
+def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
+    """The tokens up to the first that ends the text, and no more than asked for: some versions deliver what an assisted step accepted
+    behind it."""
+    end = next((i + 1 for i, token in enumerate(token_ids) if token in request.eos), len(token_ids))
+    return tuple(token_ids[: min(end, request.max_new_tokens)])
 
 
 def _fit(counts: Sequence[int], total: int) -> list[int]:
-    """The deliveries that make up so many tokens."""
+    """The deliveries, cut to so many tokens."""
     fitted = list[int]()
     for count in counts:
         fitted.append(min(count, total - sum(fitted)))
@@ -195,16 +228,21 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
 
 
 def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Where generate must stop. Without EOS ids it is told of one that is no token."""
+    """Where generate stops. Without EOS ids it gets one that is no token."""
     eos = sorted(request.eos)
     return {"eos_token_id": eos or [vocab_size], "pad_token_id": eos[0] if eos else 0}
 
 
-def _law(sampling: Sampling) -> dict[str, Any]:
+def _sampling_keywords(sampling: Sampling) -> dict[str, Any]:
+    """The keywords of generate for this Sampling."""
     penalty = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.greedy:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, **penalty}
     return {
-        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None, **penalty,
-    }  # fmt: skip
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+        **penalty,
+    }

@@ -1,4 +1,4 @@
-"""What a pass of the target reads and computes, how fast this machine reads and computes, and the memory that was in use."""
+"""Bytes and operations of a pass of the target, the machine's bandwidth and rate of operations, and the memory in use."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ REPEATS = 7
 
 
 def bytes_per_step(target: Target) -> int:
-    """Bytes of weights that one pass reads: what kernels keep of them, where they run it. Experts count all.
+    """Bytes of weights that one pass reads, in the format in which the runner keeps them. All experts count.
 
-    An embedding table that is not the head's too is read a row at a time.
+    An embedding table that is not the head's too does not: it is read a row at a time.
     """
-    if (kept := getattr(target.run, "bytes", None)) is not None:
-        return int(kept)
+    if (packed := getattr(target.run, "bytes", None)) is not None:
+        return int(packed)
     return sum(p.numel() * p.element_size() for p in _weights(target))
 
 
 def _weights(target: Target) -> list[Tensor]:
-    """All but an embedding table that is not the head's too."""
+    """All weights but an embedding table that is not the head's too."""
     embedding, head = target.family.embedding.weight, getattr(target.family.head, "weight", None)
     return [p for p in target.model.parameters() if p is head or p is not embedding]
 
 
 class Need(NamedTuple):
-    """What a pass cannot do without."""
+    """Bytes and floating-point operations that a pass cannot do without."""
 
     bytes: float  # read: weights once, keys and values of the committed tokens
     flops: float  # two for each weight and node; of attention, two for each number of a key or value, query head and node
 
 
 def need(target: Target, nodes: float, context: float) -> Need:
-    """Of a pass over so many nodes of one row, behind so many committed tokens. Experts count all: with experts it needs less."""
+    """The need of a pass over so many nodes of one row, behind so many committed tokens. All experts count: with experts it needs less."""
     config: Any = target.model.config.get_text_config()
     window, heads = target.family.window, int(config.num_attention_heads)
     every = "full_attention" if window is None else "sliding_attention"
@@ -60,7 +60,7 @@ def need(target: Target, nodes: float, context: float) -> Need:
 def bandwidth(device: torch.device) -> float | None:
     """Bytes per second that this device reads from memory, all threads together: the best of some sums over much more than its caches.
 
-    None where the memory is too full to tell.
+    None where the memory is too full to measure it.
     """
     try:
         numbers = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
@@ -91,7 +91,7 @@ def flop_rate(target: Target) -> float | None:
 
 
 def memory(device: torch.device) -> int | None:
-    """Bytes of the accelerator that are in use, from where its peak is counted anew; None without one."""
+    """Bytes in use on the accelerator; its peak is counted anew from here. None without one."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -99,7 +99,7 @@ def memory(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that were in use: of the accelerator since `memory` was asked, else of the process since it began."""
+    """Most bytes in use: on the accelerator since the last call of `memory`, else of the process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,12 +1,12 @@
-"""The machine that numbers come from: its card, and whether somebody else was using it meanwhile.
+"""The machine that numbers come from: its card, and whether other processes used it meanwhile.
 
     before = snapshot()
-    ...                                             what is measured
+    ...                                             the measurement
     busy(used(before), threads)                     a warning, or None
-    card(before, dtype="float32", device="cpu")     what stands beside every number
+    card(before, dtype="float32", device="cpu")     the card that stands beside every number
 
-What others used = what the cores that we may use did, less what this process and its children did. A limit in CPU seconds that a
-container sets (a quota) is not seen. This module knows no model, no task and no metric.
+CPU time of others = that of the cores that this process may use, less that of this process and its children. A limit in CPU seconds
+that a container sets (a quota) is not seen. This module knows no model, no task and no metric.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from eyas.hardware import cpu_name, says, versions
 __all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "gpus", "snapshot", "used"]
 
 CLONE = Path(__file__).parents[3]  # where .git is, if eyas runs from a clone
-MUCH = 0.1  # share of the cores that others may use without a word
-SHORTEST_SECONDS = 0.5  # the system counts CPU time in hundredths of a second: nothing is said about less
+MUCH = 0.1  # share of the cores that others may use without a warning
+SHORTEST_SECONDS = 0.5  # the system counts CPU time in hundredths of a second: shorter stretches say nothing
 IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user time already
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The clocks at one moment. Only differences of two mean something."""
+    """The clocks at one moment. Only differences of two have a meaning."""
 
     seconds: float  # of a clock
-    all_seconds: float | None  # of CPU, by everybody, on the cores that we may use; None: the system does not tell
+    all_seconds: float | None  # of CPU, by all processes, on the cores that we may use; None: unknown
     own_seconds: float  # of CPU, by this process and its children
-    load: float | None  # processes that ran or waited, over the last minute; None: the system does not tell
+    load: float | None  # processes that ran or waited, over the last minute; None: unknown
 
 
 def snapshot() -> Snapshot:
-    """Now."""
+    """The clocks now."""
     return Snapshot(time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
 
 
 class Used(NamedTuple):
-    """A stretch of time, or several together."""
+    """CPU use over a stretch of time, or over several together."""
 
     seconds: float  # of a clock
-    others: float | None  # CPU seconds that other processes used meanwhile, of the cores that we may use; None: the system does not tell
+    others: float | None  # CPU seconds that other processes used meanwhile, of the cores that we may use; None: unknown
 
 
 def used(before: Snapshot, after: Snapshot | None = None) -> Used:
-    """What happened since `before`, until `after` or now."""
+    """CPU use from `before` until `after`, or until now."""
     after = after or snapshot()
     seconds = after.seconds - before.seconds
     if before.all_seconds is None or after.all_seconds is None:
@@ -63,7 +63,7 @@ def used(before: Snapshot, after: Snapshot | None = None) -> Used:
 
 
 def busy(meanwhile: Used, threads: int) -> str | None:
-    """A line when other processes used much CPU; None when they did not, or when the system does not tell. threads: of ours."""
+    """A warning when other processes used much CPU; None when they did not, or when it is unknown. threads: of this process."""
     if meanwhile.others is None or meanwhile.seconds < SHORTEST_SECONDS:
         return None
     there, others = len(cores()), meanwhile.others / meanwhile.seconds
@@ -77,9 +77,9 @@ def busy(meanwhile: Used, threads: int) -> str | None:
 
 
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
-    """What stands beside every number, as JSON. What the system does not tell is None.
+    """The machine as JSON; what is unknown is None.
 
-    before: of what was measured, for the load average then and now. dtype, device: of the target, in torch's names.
+    before: at the beginning of the measurement, for the load then and now. dtype, device: the target's, in torch's names.
     """
     memory = psutil.virtual_memory()
     return {
@@ -137,13 +137,13 @@ def _all_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """Of this process, of children that have ended, and of those that run."""
+    """CPU seconds of this process, of children that have ended, and of those that run."""
     total = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
         try:
             times = process.cpu_times()
-        except psutil.Error:  # it ended meanwhile, or is none of our business
+        except psutil.Error:  # it ended meanwhile, or may not be asked
             continue
         total += times.user + times.system + getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
     return float(total)

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eyas.bench.metrics import ALL
+from eyas.bench.rows import ALL
 
 __all__ = ["pictures"]
 
@@ -78,7 +78,8 @@ def _looks(summary: Summary) -> dict[str, dict[str, Any]]:
 
 def _speedup(summary: Summary) -> Figure | None:
     temperatures = _temperatures(summary)
-    methods = list(dict.fromkeys(r["method"] for r in summary["rows"] if r["method"] != "vanilla"))
+    first = {r["method"]: r["speedup"] for r in _pooled(summary, temperatures[0]) if r["speedup"] is not None}
+    methods = sorted((name for name in first if name != "vanilla"), key=lambda name: -first[name])
     if not methods:
         return None
     figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6)), layout="constrained")
@@ -108,6 +109,7 @@ def _tau(summary: Summary) -> Figure | None:
     if len(tasks) < 3:  # one, and all
         return None
     table = {(r["method"], r["task"]): r["tau"] for r in rows}
+    methods.sort(key=lambda name: -table.get((name, ALL), 0))
     figure = Figure(figsize=(max(WIDTH, 3 + 0.8 * len(tasks)), 1.3 + 0.32 * len(methods)), layout="constrained")
     axes = figure.subplots()
     values = [[table.get((m, t), float("nan")) for t in tasks] for m in methods]
@@ -125,6 +127,7 @@ def _tau(summary: Summary) -> Figure | None:
 
 def _cycle(summary: Summary) -> Figure | None:
     rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["cycle_ms"]]
+    rows.sort(key=lambda r: sum(r["cycle_ms"].values()))
     if not rows:
         return None
     figure = Figure(figsize=(WIDTH, 0.9 + 0.32 * len(rows)), layout="constrained")

@@ -1,12 +1,12 @@
-"""What the drafted trees were worth, node by node: a pass of its own beside the measured ones, because looking costs time.
+"""Drafted trees node by node: a run of its own beside the measured ones, because looking costs time.
 
-Looked at are nodes whose parent was accepted: the target's law p there is known, and the draft stood on the target's own text. Of each:
+Counted are nodes whose parent was accepted: there the target's distribution p is known, and the draft stood on the target's own text:
 
     hit         whether it was accepted                                                               by depth and rank among its siblings
     min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     likewise
-    q           the draft's confidence: how often it is right when it says so (EAGLE-2, figure 6)      in bins
+    q           the draft's confidence, against how often it is right (EAGLE-2, figure 6)                  in bins
 
-A rank is the drafter's own order: 0 is its first choice. q and p are given the parent; of a greedy row they are the laws at temperature 1.
+A rank is the drafter's own order: 0 is its first choice. q and p are conditional on the parent; of a greedy row at temperature 1.
 Drafts without a q have hits only. Chains (`Drafter.chain`) give n-alpha at every temperature, drawn as the method draws there.
 This module measures no time.
 """
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from eyas.bench.contestants import Drafting, Question
-from eyas.bench.metrics import acceptance_by_depth
 from eyas.bench.record import Answer
 from eyas.bench.run import Bench
 from eyas.core.tree import Draft, Verdict
 from eyas.drafters import CycleInput
+from eyas.metrics import acceptance_by_depth
 
 __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 
 BINS = 10  # of confidence
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
-NEW_TOKENS = 64  # at most, of an answer that is looked at
-FEWEST = 10  # nodes of a position; of fewer no rate is told
+NEW_TOKENS = 64  # at most, of a probed answer
+FEWEST = 10  # nodes of a position; of fewer no rate is reported
 
 
 @dataclass
@@ -51,15 +51,15 @@ class Probe:
         path_P = verdict.path_BP[0][: int(verdict.length_B[0])]
         accepted_N = torch.zeros(tree.nodes, dtype=torch.bool, device=tokens_N.device).index_fill_(0, path_P, True)
         parent_N = tree.parents_BN[0].clamp(min=0)
-        looked_M = (accepted_N[parent_N] & tree.candidate_BN[0] & (tree.parents_BN[0] >= 0)).nonzero()[:, 0]
-        if not len(looked_M):
+        probed_M = (accepted_N[parent_N] & tree.candidate_BN[0] & (tree.parents_BN[0] >= 0)).nonzero()[:, 0]
+        if not len(probed_M):
             return
-        law_MV = scores_NV[parent_N[looked_M]].softmax(-1)
-        p_M = law_MV.gather(1, tokens_N[looked_M, None])[:, 0]
+        p_MV = scores_NV[parent_N[probed_M]].softmax(-1)
+        p_M = p_MV.gather(1, tokens_N[probed_M, None])[:, 0]
         self.scored = draft.score_BN is not None
-        q_M = torch.ones_like(p_M) if draft.score_BN is None else draft.score_BN[0, looked_M].exp()
+        q_M = torch.ones_like(p_M) if draft.score_BN is None else draft.score_BN[0, probed_M].exp()
         alpha_M = (p_M / q_M.clamp(min=1e-30)).clamp(max=1)
-        columns = (parent_N[looked_M], tree.depth_BN[0, looked_M], accepted_N[looked_M], alpha_M, q_M)
+        columns = (parent_N[probed_M], tree.depth_BN[0, probed_M], accepted_N[probed_M], alpha_M, q_M)
         self._add(zip(*(x.tolist() for x in columns), strict=True))
 
     def _add(self, nodes: Iterable[Sequence[float]]) -> None:
@@ -95,13 +95,13 @@ class Probe:
 
 
 def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant and temperature, what was found) from so many of the bench's prompts, spread evenly: first turns, their begin."""
+    """(contestant and temperature, its Probe as JSON) from so many of the bench's prompts, spread evenly: the beginning of first turns."""
     step = max(1, len(bench.prompts) // max(1, prompts))
     chosen = bench.prompts[::step][:prompts]
     for temperature in bench.temperatures if chosen else ():
         questions = [_short(next(bench.questions(prompt, temperature))) for prompt in chosen]
         for contestant in bench.contestants:
-            if not isinstance(contestant, Drafting):
+            if not isinstance(contestant, Drafting) or contestant.name in bench.failed:
                 continue
             found = Probe()
             for question in questions:
@@ -123,4 +123,5 @@ def chain_alpha(contestant: Drafting, questions: Sequence[Question]) -> list[flo
     except NotImplementedError:
         return None
     answers: list[Answer] = [Drafting(contestant.name, chain).answer(q) for q in questions]
-    return acceptance_by_depth(answers, CHAIN)
+    rates = acceptance_by_depth([cycle for answer in answers for cycle in answer.cycles], CHAIN)
+    return [None if rate is None else round(rate, 4) for rate in rates]

@@ -1,8 +1,8 @@
-"""Where a cycle's time goes, and how far a pass is from what the machine allows: a short pass of each of our methods over one prompt.
+"""Where a cycle's time goes, and how far a pass is from the machine's bound: a short run of each of our methods on one prompt.
 
-    stages   draft -> target -> verify -> commit, and the host: whatever of a cycle no stage claims. On a GPU every stage is waited for
-    levels   what the first level of a draft takes, with reading what was accepted, and each further one: from drafts of two depths,
-             because a draft may be a single call of the kernels. Of trees that grow
+    stages   draft -> target -> verify -> commit, and the host: the rest of a cycle. On a GPU every stage is waited for
+    levels   time of a draft's first level, which includes reading the accepted tokens, and of each further one: from drafts of two
+             depths, because a draft may be a single call of the kernels. Only for dynamic trees
     bound    the larger of bytes / bandwidth and flops / rate, both measured here: no pass can be faster, unless caches hold the weights
     trace    of some more cycles, by torch.profiler, for ui.perfetto.dev or chrome://tracing; the stages are ranges named eyas::STAGE
 
@@ -28,14 +28,15 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from eyas.adaptive.cost import LEVELS, draft_cost
-from eyas.bench import cost, metrics
+from eyas.bench import cost
 from eyas.bench.contestants import Drafting
 from eyas.bench.cost import Need
-from eyas.bench.record import cycle_from
+from eyas.bench.rows import stage_ms
 from eyas.bench.run import Bench
 from eyas.core.engine import Request, StageTimer, Step
 from eyas.drafters import Drafter
 from eyas.files import replaced
+from eyas.metrics import cycle_of
 
 __all__ = ["bound", "cycles_of", "profile", "trace_names"]
 
@@ -45,15 +46,15 @@ Timed = Sequence[tuple[Step, float]]
 
 
 def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant, what was found) for each of ours that can decode after the first prompt; traces go into the folder.
+    """(contestant, its profile) for each of our methods that can decode after the first prompt; traces go into the folder.
 
     Args:
         bandwidth, rate: bytes and floating-point operations per second of the machine, where they are known.
     """
     question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
     target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
-    clock = partial(_Waited, target.device) if target.device.type == "cuda" else StageTimer
-    ours = [c for c in bench.contestants if isinstance(c, Drafting)]
+    clock = partial(_Synchronized, target.device) if target.device.type == "cuda" else StageTimer
+    ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name not in bench.failed]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
         timed = list(islice(contestant.timed(request, clock=clock), 1 + WARM + CYCLES))
         found = cycles_of(timed, len(request.prompt))
@@ -67,13 +68,13 @@ def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: P
 
 
 def _endless(request: Request, context: int) -> Request:
-    """As long as it takes."""
+    """The request without an end, long enough for all cycles."""
     most = ROOM * (1 + WARM + max(CYCLES, TRACED))
     return replace(request, max_new_tokens=min(most, context - len(request.prompt)), eos=frozenset(), stop=None)
 
 
 def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, Any] | None:
-    """What one answer's cycles did and took, in means; None when there are none behind those that warm up.
+    """Means over one answer's cycles; None when there are none behind those that warm up.
 
     Cycles in which a policy did not have the method draft are left out and counted, unless there are no others.
     """
@@ -86,8 +87,8 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
     drafted = [c for c in cycles if c[0].decision.awake] or cycles
     if not drafted:
         return None
-    records = [cycle_from(step, seconds) for step, seconds, _ in drafted]
-    ms = metrics.stage_ms(records)
+    records = [cycle_of(step, seconds) for step, seconds, _ in drafted]
+    ms = stage_ms(records)
     whole = sum(ms.values())
     return {
         "cycles": len(drafted), "plain": sum(not step.decision.awake for step, *_ in cycles),
@@ -98,7 +99,7 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
 
 
 def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
-    """How long a pass must take at least, which of the two says so, and how many times as long the pass and the cycle took.
+    """The least time of a pass, which of bytes and flops binds it, and how many times as long the pass and the cycle took.
 
     None where the machine is not known. ms: of a cycle, by stage.
     """
@@ -114,7 +115,7 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 
 
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
-    """Milliseconds of a draft's levels at the shape that was drafted most often; None of a tree that does not grow, or has one level."""
+    """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static tree and for one level."""
     asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and s.decision.awake)
     shape = asked.most_common(1)[0][0] if asked else drafter.max_tree
     if shape is None or shape.depth < 2:
@@ -128,8 +129,8 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
 # --- clocks and traces -------------------------------------------------------------------------------------------------------------------
 
 
-class _Waited(StageTimer):
-    """A stage lasts until the GPU has done it."""
+class _Synchronized(StageTimer):
+    """A stage lasts until the GPU has finished it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class _Waited(StageTimer):
 
 
 class _Ranges(StageTimer):
-    """Stages are ranges in what torch.profiler sees."""
+    """Marks stages as ranges for torch.profiler."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -152,17 +153,17 @@ class _Ranges(StageTimer):
 
 
 def _trace(contestant: Drafting, request: Request, path: Path) -> None:
-    """Some cycles, as Chrome's trace format."""
+    """Write some cycles in Chrome's trace format."""
     steps = contestant.timed(request, clock=_Ranges)
     for _ in islice(steps, 1 + WARM):
         pass
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else [])]
-    with torch.profiler.profile(activities=activities) as seen:
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(TRACED):
             with record_function("eyas::cycle"):
                 next(steps, None)
     with TemporaryDirectory() as there:
-        seen.export_chrome_trace(str(Path(there) / path.name))
+        profiler.export_chrome_trace(str(Path(there) / path.name))
         with open(Path(there) / path.name, "rb") as written, replaced(path) as stream:
             shutil.copyfileobj(written, stream)
 

@@ -1,130 +1,119 @@
-"""What a bench writes down: one Answer for each contestant, prompt, turn and temperature; a line of JSON each.
+"""The record of a bench: one Answer for each contestant, prompt, turn and temperature; a line of JSON each.
 
-An Answer holds its cycles, so that every figure can be found again from the file. This module knows no model and no clock, and computes
-no figure.
+An Answer holds its cycles, so every figure can be computed again from the file. This module knows no model and no clock, and computes no
+figure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from eyas.bench.machine import Used
 from eyas.core.engine import Step
+from eyas.metrics import Cycle, cycle_of
 
-__all__ = ["FORMAT", "Answer", "Cycle", "Differs", "Memory", "answer_from", "cycle_from"]
+__all__ = ["FORMAT", "Answer", "Differs", "Memory", "answer_from"]
 
-FORMAT = 2  # of the lines and of the summary; another number is refused
-
-
-class Cycle(NamedTuple):
-    """One pass of the target after the prompt's own. None where a library does not tell."""
-
-    emitted: int  # tokens, after cutting
-    accepted: int  # of them drafted
-    seconds: float  # from the end of the cycle before to the end of this one, by the host's clock
-    nodes: int | None = None  # verified, the root and padding included
-    candidates: int | None = None  # draft tokens among them that could have been accepted
-    tested: int | None = None  # accepted, and one more where a draft token stood behind them and was refused
-    draft: float | None = None  # seconds by stage, by the host's clock
-    target: float | None = None
-    verify: float | None = None
-    commit: float | None = None
+FORMAT = 2  # of the lines and of the summary; files of another format are refused
 
 
 class Differs(NamedTuple):
     """Where an answer leaves plain decoding's."""
 
     at: int  # index of the first new token that differs
-    margin: float | None  # between the two best scores there, as plain decoding saw them; None: there was no second one, or one text ended
+    margin: float | None  # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text ends there
 
 
 class Memory(NamedTuple):
-    """Bytes in use at most: of the accelerator during this answer, of the process until its end where there is none."""
+    """Most bytes in use: of the accelerator during this answer; without one, of the process until the answer's end."""
 
     peak: int
-    beyond: int | None  # of the former beyond what was in use before; None without an accelerator
+    beyond: int | None  # the accelerator's peak less what was in use before; None without an accelerator
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One contestant's answer."""
+    """One contestant's answer to one question."""
 
     method: str
-    prompt: str  # its id
+    prompt: str  # the prompt's id
     task: str
     turn: int  # 0 for the first question
     temperature: float
     prompt_tokens: int
     token_ids: tuple[int, ...]
-    finish: str  # "stop" | "length"
+    finish: str  # "stop" | "length" | "failed"
     prefill_seconds: float  # from the question to the first token
     cycles: tuple[Cycle, ...]
-    comparable: bool = True  # whether its ids must be plain decoding's: greedy, or chosen trees with the same seed
+    comparable: bool = True  # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same seed
     differs: Differs | None = None  # None: equal, or not comparable
     memory: Memory | None = None
-    around: Used | None = None  # while this prompt was asked, of everybody; the same in all its answers
-    turns: int = 1  # that were asked of this prompt
+    around: Used | None = None  # CPU use of everybody while this prompt was asked; the same in all its answers
+    turns: int = 1  # turns of this prompt that were asked
+    error: str | None = None  # why there is no answer
 
     @property
     def seconds(self) -> float:
-        """From the prompt to the last token."""
+        """From the question to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def decode_seconds(self) -> float:
-        return sum(c.seconds for c in self.cycles)
+        """Seconds of the cycles."""
+        return sum(cycle.seconds for cycle in self.cycles)
 
     @property
-    def decoded(self) -> int:
-        """Tokens that cycles emitted: all but what came with the prompt's own pass."""
-        return sum(c.emitted for c in self.cycles)
+    def emitted(self) -> int:
+        """Tokens of the cycles: all but the one that the prompt's pass gives."""
+        return sum(cycle.emitted for cycle in self.cycles)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "cycles": [list(c) for c in self.cycles]}
+        """As `json` writes it."""
+        return {**asdict(self), "cycles": [list(cycle) for cycle in self.cycles]}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Answer:
-        """TypeError or KeyError when it was written by another version."""
+    def from_json(cls, line: dict[str, Any]) -> Answer:
+        """The Answer of a parsed line. TypeError or KeyError when another version of eyas wrote it."""
         records = {"differs": Differs, "memory": Memory, "around": Used}
-        whole = {name: None if found[name] is None else record(*found[name]) for name, record in records.items()}
-        ids, cycles = tuple(found["token_ids"]), tuple(Cycle(*c) for c in found["cycles"])
-        return cls(**{**found, **whole, "token_ids": ids, "cycles": cycles})
+        parsed = {name: None if line[name] is None else kind(*line[name]) for name, kind in records.items()}
+        cycles = tuple(Cycle(*cycle) for cycle in line["cycles"])
+        return cls(**{**line, **parsed, "token_ids": tuple(line["token_ids"]), "cycles": cycles})
 
-    def but(self, **changes: Any) -> Answer:
-        return replace(self, **changes)
+    def replace(self, **changes: Any) -> Answer:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
 
 
-def answer_from(timed: Iterable[tuple[Step, float]], **about: Any) -> Answer:
-    """The Answer that a request's Steps make, each with its seconds. `about`: the fields that Steps do not know.
+def answer_from(timed_steps: Iterable[tuple[Step, float]], **about: Any) -> Answer:
+    """The Answer made of a request's Steps, each with its seconds.
 
-    Steps are taken one by one and forgotten: the laws that a drawn tree carries would fill the memory.
+    Steps are taken one by one and dropped: the distributions that a sampled tree carries would fill the memory.
+
+    Args:
+        about: the fields that Steps do not know.
     """
-    ids, cycles, drawn, prefill, finish = list[int](), list[Cycle](), False, 0.0, None
-    for step, seconds in timed:
-        ids += step.tokens
+    token_ids = list[int]()
+    cycles = list[Cycle]()
+    sampled = False
+    prefill_seconds = 0.0
+    finish = None
+    for step, seconds in timed_steps:
+        token_ids += step.tokens
         finish = step.finish
         if step.prefill:
-            prefill = seconds
+            prefill_seconds = seconds
         else:
-            cycles.append(cycle_from(step, seconds))
-            drawn |= step.draft is not None and step.draft.q_BNV is not None
+            cycles.append(cycle_of(step, seconds))
+            sampled |= step.draft is not None and step.draft.q_BNV is not None
     assert finish is not None
     return Answer(
-        token_ids=tuple(ids), finish=finish, prefill_seconds=prefill, cycles=tuple(cycles),
-        comparable=about["temperature"] == 0 or not drawn, **about,
-    )  # fmt: skip
-
-
-def cycle_from(step: Step, seconds: float) -> Cycle:
-    """The Cycle that a Step after the prompt's was, with its seconds."""
-    assert step.draft is not None
-    tree = step.draft.tree
-    candidate_N, parent_N = tree.candidate_BN[step.row], tree.parents_BN[step.row]
-    behind = bool((candidate_N & (parent_N == step.path[step.accepted])).any())  # of the last accepted token
-    refused = behind and len(step.tokens) > step.accepted  # a cycle that was cut at an accepted token says nothing about the next one
-    return Cycle(
-        len(step.tokens), step.accepted, seconds, candidate_N.numel(), int(candidate_N.sum()) - 1, step.accepted + refused,
-        *(step.parts.get(name) for name in ("draft", "target", "verify", "commit")),
-    )  # fmt: skip
+        token_ids=tuple(token_ids),
+        finish=finish,
+        prefill_seconds=prefill_seconds,
+        cycles=tuple(cycles),
+        comparable=about["temperature"] == 0 or not sampled,
+        **about,
+    )

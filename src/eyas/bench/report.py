@@ -1,6 +1,6 @@
-"""From answers to what people read: the summary (JSON), a Markdown table, and one HTML page that needs nothing beside it.
+"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs nothing beside it.
 
-A summary carries its format's number; another one is refused. This module runs no model.
+A summary carries the number of its format; another one is refused. This module runs no model.
 """
 
 from __future__ import annotations
@@ -10,29 +10,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
-from eyas.bench.metrics import ALL
 from eyas.bench.record import FORMAT
+from eyas.bench.rows import ALL
 from eyas.errors import InputError
 
-__all__ = ["HEADS", "cells", "compared", "comparison", "markdown", "page", "profile_tables", "read_summary", "sections"]
+__all__ = ["HEADS", "cells", "compared", "comparison", "headline", "markdown", "page", "profile_tables", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
+Row = Mapping[str, Any]
+BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted")
+FIRST_PICTURES = ("speedup", "tau")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """InputError when it is no summary of this format."""
+    """The summary in a file or folder. InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
-        found = json.loads(place.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        summary = json.loads(place.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{place} cannot be read as a summary of `eyas bench`: {error}") from error
-    if not isinstance(found, dict) or "rows" not in found:
+    if not isinstance(summary, dict) or "rows" not in summary:
         raise InputError(f"{place} is no summary of `eyas bench`: name a folder or its summary.json")
-    if found.get("format") != FORMAT:
-        raise InputError(f"{place} has format {found.get('format')}, this eyas reads {FORMAT}: run the bench again")
-    return found
+    if summary.get("format") != FORMAT:
+        raise InputError(f"{place} has format {summary.get('format')}, this eyas reads {FORMAT}: run the bench again")
+    return summary
+
+
+# --- cells and tables --------------------------------------------------------------------------------
+
+HEADS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
+STAGES = ("draft", "target", "verify", "commit", "host")
+CYCLES = "cycles (stages: ms; memory beside the weights: MB)"
+CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", "MAL", *STAGES, "R", "memory")
+NOTES = (
+    "Speed-up: tokens per second of the cycles over vanilla's, on the same prompts, the prompt's own pass apart; vs HF: the same over "
+    "transformers' generate. tau: emitted tokens per cycle. c: seconds of a cycle over a vanilla step. 1st ms: until the first token, "
+    "the median. Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root "
+    "included. MAL: mean acceptance length, 1 + accepted / drafts before cutting. Milliseconds of a cycle by the host's clock: on a GPU a "
+    "stage's work may be waited for in a later one. R: tokens per second over what plain decoding would reach if it did nothing but read "
+    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens. Of a profile: plain: cycles without the method's draft, "
+    "which are in no mean; tree: nodes/depth/branch; 1st level includes reading what was accepted; by: what binds a pass, bytes over the "
+    "measured bandwidth or flops over the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
+)
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
 
 
 def number(value: float | None, digits: int = 2, low_high: Sequence[float | None] | None = None) -> str:
@@ -44,24 +64,26 @@ def number(value: float | None, digits: int = 2, low_high: Sequence[float | None
     return f"{value:.{digits}f} [{low_high[0]:.{digits}f}, {low_high[1]:.{digits}f}]"
 
 
-HEADS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
-STAGES = ("draft", "target", "verify", "commit", "host")
-CYCLES = "what the cycles did (stages: ms; memory beside the weights: MB)"
-CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", *STAGES, "R", "memory")
-
-
-def cells(row: Mapping[str, Any], intervals: bool = True) -> tuple[str, ...]:
-    """A row of the summary, for people."""
-    tau, theirs = ((row[k] or (None, None, None))[1:] if intervals else None for k in ("tau_interval", "speedup_vs_transformers_interval"))
-    speedup = (row["speedup_low"], row["speedup_high"])  # the ratio that a bench is made for is never shown without its interval
+def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
+    """The main cells of a row. The speed-up is never shown without its interval."""
+    if row.get("error"):
+        return (row["method"], *["–"] * (len(HEADS) - 2), "failed")
+    tau, over_theirs = (
+        (row[key] or (None, None, None))[1:] if intervals else None for key in ("tau_interval", "speedup_vs_transformers_interval")
+    )
     return (
-        row["method"], number(row["tokens_per_second"], 1), number(row["speedup"], 2, speedup),
-        number(row["speedup_vs_transformers"], 2, theirs), number(row["tau"], 2, tau), number(row["c"]),
-        number(row["first_token_ms"], 1), _texts(row),
-    )  # fmt: skip
+        row["method"],
+        number(row["tokens_per_second"], 1),
+        number(row["speedup"], 2, (row["speedup_low"], row["speedup_high"])),
+        number(row["speedup_vs_transformers"], 2, over_theirs),
+        number(row["tau"], 2, tau),
+        number(row["c"]),
+        number(row["first_token_ms"], 1),
+        _texts(row),
+    )
 
 
-def _texts(row: Mapping[str, Any]) -> str:
+def _texts(row: Row) -> str:
     if row["equal"] is not False:
         return "equal" if row["equal"] else "not compared"
     margins = [margin for *_, margin in row["differ"]]
@@ -69,17 +91,45 @@ def _texts(row: Mapping[str, Any]) -> str:
     return f"{len(row['differ'])} differ{widest}"
 
 
-def cycle_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What its cycles did."""
-    memory, drafted = row["memory_bytes"], row["drafted"]
+def cycle_cells(row: Row) -> tuple[str, ...]:
+    """The cells about a row's cycles."""
+    memory = row["memory_bytes"]
     return (
-        row["method"], f"{row['cycles']:,}", number(row["nodes"], 1), number(drafted, 0), number(row["accepted"], 0),
-        *(number(row["cycle_ms"].get(stage)) for stage in STAGES), number(row["R"]), number(memory and memory / 1e6, 0),
-    )  # fmt: skip
+        row["method"],
+        f"{row['cycles']:,}",
+        number(row["nodes"], 1),
+        number(row["drafted"], 0),
+        number(row["accepted"], 0),
+        number(row.get("mean_acceptance_length")),
+        *(number(row["cycle_ms"].get(stage)) for stage in STAGES),
+        number(row["R"]),
+        number(memory and memory / 1e6, 0),
+    )
+
+
+def sections(summary: Summary) -> list[tuple[float, str, list[Row]]]:
+    """(temperature, task, rows): pooled tasks first, and alone where there is but one task."""
+    tasks = {row["task"] for row in summary["rows"]} - {ALL}
+    keys = list(dict.fromkeys((r["temperature"], r["task"]) for r in summary["rows"] if r["task"] == ALL or len(tasks) > 1))
+    keys.sort(key=lambda key: (key[0], key[1] != ALL))
+    return [(t, task, [r for r in summary["rows"] if (r["temperature"], r["task"]) == (t, task)]) for t, task in keys]
+
+
+def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
+    """(the pooled tables, all others)."""
+    main, cycles, tasks = list[Table](), list[Table](), list[Table]()
+    for temperature, task, rows in sections(summary):
+        title = f"T = {temperature:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
+        (main if task == ALL else tasks).append((title, HEADS, [cells(row) for row in rows]))
+        if task == ALL:
+            cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_HEADS, [cycle_cells(r) for r in rows if not r.get("error")]))
+    heads, probed = probe_table(summary)
+    probes: list[Table] = [("Drafted trees, node by node", heads, probed)] if probed else []
+    return main, [*cycles, *probes, *profile_tables(summary), *tasks]
 
 
 def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Heads and rows: n-alpha of chains, and how well a draft's confidence tells its success; no rows where nothing was looked at."""
+    """Heads and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance; no rows where nothing was probed."""
     probes = summary["probes"]
     depth = max((len(found["n_alpha"] or ()) for found in probes.values()), default=0)
     rows = []
@@ -89,13 +139,13 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
     return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
 
 
-def profile_tables(summary: Summary) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, heads, rows): a cycle's stages, what was drafted, and how far a pass is from the machine's bound; none without a profile."""
+def profile_tables(summary: Summary) -> list[Table]:
+    """A cycle's stages, what was drafted, and how far a pass is from the machine's bound; none without a profile."""
     profiles: Mapping[str, Any] = summary.get("profiles") or {}
     stages, drafts, bounds = (
-        [(name, *cells(found)) for name, found in profiles.items()] for cells in (_stage_cells, _draft_cells, _bound_cells)
+        [(name, *columns(found)) for name, found in profiles.items()] for columns in (_stage_cells, _draft_cells, _bound_cells)
     )
-    tables = [
+    tables: list[Table] = [
         ("Where a cycle's time goes (ms)", ("method", "cycle", *STAGES), stages),
         ("What was drafted (levels: ms)", ("method", "cycles", "plain", "nodes", "tree", "1st level", "each further"), drafts),
         ("How far from the machine's bound", ("method", "context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"), bounds),
@@ -110,62 +160,70 @@ def _stage_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
 def _draft_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
     levels = found["levels"] or {"shape": ()}
     tree = "/".join(map(str, levels["shape"])) or "–"
-    return (
-        str(found["cycles"]), str(found["plain"]), number(found["nodes"], 1), tree, number(levels.get("first_ms")),
-        number(levels.get("further_ms")),
-    )  # fmt: skip
+    times = (number(levels.get("first_ms")), number(levels.get("further_ms")))
+    return (str(found["cycles"]), str(found["plain"]), number(found["nodes"], 1), tree, *times)
 
 
 def _bound_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
     if (bound := found["bound"]) is None:
         return number(found["context"], 0), *["–"] * 6
     return (
-        number(found["context"], 0), number(bound["bytes"] / 1e6, 1), number(bound["flops"] / 1e9),
-        number(bound["ms"]), bound["binds"], f"{bound['pass_over_bound']:.2f}x", f"{bound['cycle_over_bound']:.2f}x",
-    )  # fmt: skip
+        number(found["context"], 0),
+        number(bound["bytes"] / 1e6, 1),
+        number(bound["flops"] / 1e9),
+        number(bound["ms"]),
+        bound["binds"],
+        f"{bound['pass_over_bound']:.2f}x",
+        f"{bound['cycle_over_bound']:.2f}x",
+    )
 
 
-def sections(summary: Summary) -> list[tuple[float, str, list[Mapping[str, Any]]]]:
-    """(temperature, task, rows); pooled tasks first, and alone where there is but one task."""
-    tasks = {row["task"] for row in summary["rows"]} - {ALL}
-    keys = list(dict.fromkeys((row["temperature"], row["task"]) for row in summary["rows"] if row["task"] == ALL or len(tasks) > 1))
-    keys.sort(key=lambda key: (key[0], key[1] != ALL))
-    return [(t, task, [r for r in summary["rows"] if (r["temperature"], r["task"]) == (t, task)]) for t, task in keys]
+# --- pages -------------------------------------------------------------------------------------------
+
+
+def headline(summary: Summary) -> list[str]:
+    """The result in one sentence or two: the fastest method, and whether the texts are equal."""
+    pooled = [row for row in summary["rows"] if row["task"] == ALL]
+    first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
+    methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
+    lines = list[str]()
+    if methods:
+        best = max(methods, key=lambda row: row["speedup"])
+        speedup = number(best["speedup"], 2, (best["speedup_low"], best["speedup_high"]))
+        lines.append(
+            f"{best['method']} decodes {speedup} times as fast as plain decoding "
+            f"(T = {best['temperature']:g}, {best['prompts']} prompts, {number(best['tau'])} tokens per pass of the target)."
+        )
+        if (theirs := best["speedup_vs_transformers_interval"]) is not None:
+            lines.append(f"That is {number(theirs[0], 2, theirs[1:])} times as fast as transformers' generate.")
+    else:
+        lines.append(
+            f"Plain decoding: {number(next((r['tokens_per_second'] for r in first if r['method'] == 'vanilla'), None), 1)} tokens/s."
+        )
+    compared = [row for row in pooled if row["equal"] is not None]
+    differ = sum(len(row["differ"]) for row in compared)
+    answers = sum(row["prompts"] for row in compared)
+    if compared:
+        equal = "All texts that are compared equal plain decoding's."
+        lines.append(equal if not differ else f"{differ} of {answers} texts differ from plain decoding's.")
+    return lines
 
 
 def markdown(summary: Summary) -> str:
-    """The tables, the machine and what must be known to read them."""
-    lines = [f"# {summary['title']}", "", f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary), ""]
+    """The headline, the tables, the machine, and what must be known to read them."""
+    lines = [f"# {summary['title']}", "", *headline(summary), ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
-    for temperature, task, rows in sections(summary):
-        what = "all tasks" if task == ALL else task
-        lines += [f"## T = {temperature:g}, {what} ({rows[0]['prompts']} prompts)", ""]
-        lines += [*_table(HEADS, map(cells, rows)), ""]
-        if task == ALL:
-            lines += [f"{CYCLES.capitalize()}:", ""]
-            lines += [*_table(CYCLE_HEADS, map(cycle_cells, rows)), ""]
-    heads, probed = probe_table(summary)
-    lines += ["## Drafts looked at", "", *_table(heads, probed), ""] if probed else []
-    for title, heads, profiled in profile_tables(summary):
-        lines += [f"## {title}", "", *_table(heads, profiled), ""]
+    lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
+    main, more = _tables(summary)
+    for title, heads, rows in [*main, *more]:
+        lines += [f"## {title}", "", *_table(heads, rows), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
-    return "\n".join([*lines, "", NOTES, ""])
+    machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
+    return "\n".join([*lines, "", *machine, "", NOTES, ""])
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-NOTES = (
-    "Speed-up: decoded tokens per second over vanilla's, on the same prompts, the prompt's own pass apart; vs HF: the same over "
-    "transformers' generate. tau: tokens per cycle. c: time of a cycle over a vanilla step. 1st ms: until the first token, the median. "
-    "Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root included. "
-    "Milliseconds of a cycle by the host's clock: on a GPU a stage's work may be waited for in a later one. R: tokens per second over "
-    "what plain decoding would reach if it did nothing but read the weights. n-alpha: acceptance in a chain after n accepted draft tokens. "
-    "Of a profile: plain: cycles without the method's draft, which are in no mean; tree: nodes/depth/branch; 1st level includes reading "
-    "what was accepted; by: what binds a pass, bytes over the measured bandwidth or flops over "
-    "the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
-)
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -180,64 +238,64 @@ def machine_line(machine: Mapping[str, Any]) -> str:
             return f"{value / 1e9:.1f} GB"
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
-    told = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
-    return "; ".join(f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in told.items())
+    known = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
+    return "; ".join(f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in known.items())
 
 
 def run_line(summary: Summary) -> str:
-    """What was measured of the machine and the run as a whole."""
+    """Measurements of the machine, and of the run as a whole, in one line."""
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
-    said = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
-    said += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
-    said += [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
-    said += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
-    return "; ".join([*said, f"answering took {summary['minutes']:.1f} minutes"])
+    parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
+    parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
+    parts += [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
+    parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
+    return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
 
 
-def page(summary: Summary, pictures: Mapping[str, str]) -> str:
-    """One HTML page. `pictures`: caption -> SVG."""
-    # Everything from outside is escaped by the template; the pictures are our own.
+def page(summary: Summary, pictures: Mapping[str, tuple[str, str]]) -> str:
+    """One HTML page. pictures: name -> (caption, SVG).
+
+    The template escapes everything from outside; the pictures are our own.
+    """
+    from jinja2 import Environment, PackageLoader
+
     template = Environment(loader=PackageLoader("eyas.bench", "."), autoescape=True).get_template("report.html.j2")
-    pooled, single = list[dict[str, Any]](), list[dict[str, Any]]()
-    for t, task, rows in sections(summary):
-        title = f"T = {t:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
-        (pooled if task == ALL else single).append({"title": title, "heads": HEADS, "rows": [cells(row) for row in rows]})
-        if task == ALL:
-            pooled.append(
-                {
-                    "title": f"T = {t:g}, {CYCLES}",
-                    "heads": CYCLE_HEADS,
-                    "rows": [cycle_cells(row) for row in rows],
-                }
-            )
-    heads, probed = probe_table(summary)
-    pooled += [{"title": "Drafts looked at", "heads": heads, "rows": probed}] if probed else []
-    pooled += [{"title": title, "heads": heads, "rows": profiled} for title, heads, profiled in profile_tables(summary)]
+    drawn = {name: {"caption": caption, "svg": svg[svg.index("<svg") :]} for name, (caption, svg) in pictures.items()}
+    main, more = ([dict(zip(("title", "heads", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary))
     return template.render(
-        summary=summary, pooled=pooled, single=single, pictures={k: _inline(v) for k, v in pictures.items()}, notes=NOTES,
-        machine=machine_line(summary["machine"]), run=run_line(summary),
-    )  # fmt: skip
+        summary=summary,
+        headline=headline(summary),
+        failed=summary.get("failed", {}),
+        first_pictures=[drawn[name] for name in FIRST_PICTURES if name in drawn],
+        more_pictures=[picture for name, picture in drawn.items() if name not in FIRST_PICTURES],
+        main=main,
+        more=more,
+        samples=summary.get("samples", ()),
+        tree=summary.get("tree"),
+        notes=NOTES,
+        machine=machine_line(summary["machine"]),
+        run=run_line(summary),
+    )
 
 
-def _inline(svg: str) -> str:
-    """Without the prologue of a file of its own."""
-    return svg[svg.index("<svg") :]
+# --- two summaries -----------------------------------------------------------------------------------
+
+SIDE = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tau", "c")
+LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named, not shown
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows that both have, side by side, and the settings in which they differ. InputError when they have no row in common."""
+    """Rows of both side by side, and the settings that differ. InputError when they have no row in common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]
     if not pairs:
         raise InputError("these two benches have no method, task and temperature in common")
-    table = [
-        {
-            **{k: mine[k] for k in keys}, "ratio": _ratio(theirs["tokens_per_second"], mine["tokens_per_second"]),
-            **{name: {k: row[k] for k in SIDE} for name, row in (("a", mine), ("b", theirs))},
-        }
-        for mine, theirs in pairs
-    ]  # fmt: skip
+    table = []
+    for first, second in pairs:
+        speeds = (second["tokens_per_second"], first["tokens_per_second"])
+        sides = {name: {k: row[k] for k in SIDE} for name, row in (("a", first), ("b", second))}
+        table.append({**{k: first[k] for k in keys}, "ratio": round(speeds[0] / speeds[1], 4) if all(speeds) else None, **sides})
     differ = {}
     for name in sorted(a["settings"].keys() | b["settings"].keys()):
         both = [x["settings"].get(name) for x in (a, b)]
@@ -246,16 +304,8 @@ def compared(a: Summary, b: Summary) -> dict[str, Any]:
     return {"titles": [a["title"], b["title"]], "rows": table, "differ": differ}
 
 
-SIDE = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tau", "c")
-LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named, not shown
-
-
-def _ratio(over: float, under: float) -> float | None:
-    return round(over / under, 4) if under else None
-
-
 def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
-    """Two summaries side by side, rows that both have, as Markdown. The ratio of different runs carries the drift between them: said."""
+    """Two summaries side by side as Markdown. The ratio of two runs includes the drift between them, and the text says so."""
     found = compared(a, b)
     heads = ["T", "task", "method"]
     heads += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
@@ -269,6 +319,6 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
         rows.append([f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others])
     lines = [f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, found["titles"], strict=True)]
     shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in found["differ"].items()]
-    said = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
+    settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
     drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
-    return "\n".join([*lines, "", *_table(heads, rows), "", *said, drift])
+    return "\n".join([*lines, "", *_table(heads, rows), "", *settings, drift])

@@ -1,6 +1,6 @@
-"""Verification with given acceptance rates, for targets whose weights say nothing: a model of a real size with random weights.
+"""Verification with given acceptance rates, for targets whose text means nothing: a model of a real size with random weights.
 
-Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes are accepted is decided by lot: a draft
+Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes are accepted is drawn at random: a draft
 token at depth d is accepted with rate a_d, given that all before it were, along the path to the deepest one: a tree of depth n emits
 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle. The text is not the target's, and every report says so.
 """
@@ -44,12 +44,12 @@ def expected_tau(rates: Sequence[float], depth: int) -> float:
 
 
 def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
-    """A stand-in for `verify`: down to a deepest candidate, as far as the lot allows."""
+    """A replacement of `verify` that accepts along the path to a deepest candidate, at these rates."""
     return _Simulated(tuple(rates), seed)
 
 
 class _Simulated:
-    """The lot of a cycle is a matter of the seed, the root's position and its token, worked out on the device (`GumbelNoise`)."""
+    """The draw of a cycle depends on the seed, the root's position and its token alone; it is computed on the device (`GumbelNoise`)."""
 
     on_device = True
 
@@ -59,20 +59,20 @@ class _Simulated:
     def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
         broken_B = verify(draft, scores_BNV, position_B, noise).broken_B  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
-        lot = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
-        place_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
-        luck_B, goes_on_B = torch.zeros_like(position_B), torch.ones_like(noise.greedy_B)
+        uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
+        key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
+        accepted_B, goes_on_B = torch.zeros_like(position_B), torch.ones_like(noise.greedy_B)
         for d in range(P - 1):
             rate_B = torch.full((B,), self.rates[min(d, len(self.rates) - 1)], dtype=torch.float64, device=device)
-            goes_on_B = goes_on_B & lot.accepts(rate_B, place_B, d)
-            luck_B = luck_B + goes_on_B
+            goes_on_B = goes_on_B & uniform.accepts(rate_B, key_B, d)
+            accepted_B = accepted_B + goes_on_B
         deepest_B1 = torch.where(tree.candidate_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
-        to_it_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
-        to_it_BN = to_it_BN & (tree.depth_BN <= luck_B[:, None])
+        on_path_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
+        on_path_BN = on_path_BN & (tree.depth_BN <= accepted_B[:, None])
         order_BN = torch.arange(tree.nodes, device=device).expand(B, -1)
-        spare_BP = torch.full((B, P + 1), -1, device=device)
-        path_BP = spare_BP.scatter(1, torch.where(to_it_BN, tree.depth_BN, P), order_BN)[:, :P]
-        length_B = to_it_BN.sum(1)
+        empty_BP = torch.full((B, P + 1), -1, device=device)
+        path_BP = empty_BP.scatter(1, torch.where(on_path_BN, tree.depth_BN, P), order_BN)[:, :P]
+        length_B = on_path_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
         last_B11 = path_BP.gather(1, length_B[:, None] - 1)[..., None]
         bonus_B = scores_BNV.gather(1, last_B11.expand(-1, -1, scores_BNV.shape[-1]))[:, 0].argmax(-1)

@@ -1,4 +1,4 @@
-"""The end of a bench: everything that was found in one object, and the files of it.
+"""The end of a bench: everything in one object, and the files that are made from it.
 
 FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a profile a trace of each method
 """
@@ -6,17 +6,21 @@ FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a pro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.adaptive.cost import verify_cost
-from eyas.bench import cost, metrics, plots, report
+from eyas.bench import cost, report, rows
+from eyas.bench.contestants import Contestant, Drafting
 from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
 from eyas.bench.profile import profile
 from eyas.bench.record import FORMAT, Answer
-from eyas.bench.run import Bench, OnPrompt
+from eyas.bench.run import VANILLA, Bench, OnPrompt
+from eyas.bench.tasks import Prompt
+from eyas.bench.trees import deepest_cycle, tree_lines
 from eyas.train.state import write_text
 
 __all__ = ["summarise", "write"]
@@ -27,62 +31,149 @@ RUNS_BY = {
     "graphs": "CUDA graphs",
     "compiled graphs": "CUDA graphs, compiled layers",
 }
+SAMPLES = 3  # prompts whose texts the report shows
+SAMPLE_LETTERS = 600
 
 
 def summarise(
-    bench: Bench, answers: Sequence[Answer], before: Snapshot, command: str, *, probe_prompts: int = 6,
-    skipped: Mapping[str, str] | None = None, on_prompt: OnPrompt = lambda done, of, what: None, traces: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What is measured beside the answers is measured here: drafted trees node by node, bandwidth, a pass's time against nodes.
+    bench: Bench,
+    answers: Sequence[Answer],
+    before: Snapshot,
+    command: str,
+    *,
+    probe_prompts: int = 6,
+    skipped: Mapping[str, str] | None = None,
+    on_prompt: OnPrompt = lambda done, total, what: None,
+    traces: Path | None = None,
+) -> dict[str, Any]:
+    """The summary. What is measured beside the answers is measured here: trees node by node, bandwidth, a pass's time against its nodes.
 
     Args:
-        before: from the begin of this run.
+        before: the snapshot of this run's beginning.
+        skipped: contestants that cannot take part -> the reason.
         traces: the folder of traces, if cycles are to be profiled.
 
-    Where acceptance was simulated, title and warnings say so, and no tree is looked at.
+    Where acceptance is simulated, title and warnings say so, and no tree is looked at.
     """
-    simulated = bench.simulated
-    target, settings, jobs = bench.llm.target, bench.settings(), len(bench.prompts) * len(bench.temperatures)
-    device = target.device
-    warnings = [f"Acceptance is simulated ({simulated}): tau was given, texts mean nothing; times are measured."] if simulated else []
-    warnings += [line] if (line := busy(_meanwhile(answers), settings["threads"])) else []
-    machine = card(before, dtype=settings["dtype"], device=settings["device"])
-    probes = {}
-    for name, found in probe(bench, 0 if simulated else probe_prompts):
-        on_prompt(jobs, jobs, f"looked at the trees of {name}")
-        probes[name] = found
-    bandwidth, weights, rate, profiles = cost.bandwidth(device), cost.bytes_per_step(target), None, {}
+    target, settings = bench.llm.target, bench.settings()
+    jobs = len(bench.prompts) * len(bench.temperatures)
+    probes, profiles = dict[str, Any](), dict[str, Any]()
+    if not bench.simulated:
+        for name, found in probe(bench, probe_prompts):
+            on_prompt(jobs, jobs, f"looked at the trees of {name}")
+            probes[name] = found
+    bandwidth, weights = cost.bandwidth(target.device), cost.bytes_per_step(target)
+    flop_rate = None
     if traces is not None:
-        rate = cost.flop_rate(target)
-        for name, found in profile(bench, bandwidth, rate, traces):
+        flop_rate = cost.flop_rate(target)
+        for name, found in profile(bench, bandwidth, flop_rate, traces):
             on_prompt(jobs, jobs, f"profiled {name}")
             profiles[name] = found
-    forms = ("weights", "activations", "draft_weights")
-    rounded = [f"{what.replace('_', ' ')} rounded to {settings[what]}" for what in forms if settings[what] != "exact"]
-    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
-    title = f"eyas bench: {target.name}, {settings['dtype']}, {settings['device']}, by {how}"
+    table = rows.rows(answers, weights, bandwidth)
     return {
-        "format": FORMAT, "title": title + (" (SIMULATED acceptance)" if simulated else ""), "command": command, "warnings": warnings,
-        "machine": machine, "rows": metrics.rows(answers, weights, bandwidth), "probes": probes, "profiles": profiles,
-        "verify_cost": verify_cost(target), "bytes_per_step": weights,
-        "bandwidth": None if bandwidth is None else round(bandwidth), "flops_per_second": None if rate is None else round(rate),
+        "format": FORMAT,
+        "title": _title(bench, settings),
+        "command": command,
+        "warnings": _warnings(bench, answers, settings["threads"]),
+        "machine": card(before, dtype=settings["dtype"], device=settings["device"]),
+        "rows": table,
+        "failed": dict(bench.failed),
+        "samples": _samples(bench, answers),
+        "tree": None if bench.simulated else _tree(bench, table),
+        "probes": probes,
+        "profiles": profiles,
+        "verify_cost": verify_cost(target),
+        "bytes_per_step": weights,
+        "bandwidth": None if bandwidth is None else round(bandwidth),
+        "flops_per_second": None if flop_rate is None else round(flop_rate),
         "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
-        "skipped": dict(skipped or {}), "minutes": round(sum(a.seconds for a in answers) / 60, 2), "settings": settings,
-    }  # fmt: skip
+        "skipped": dict(skipped or {}),
+        "minutes": round(sum(a.seconds for a in answers) / 60, 2),
+        "settings": settings,
+    }
 
 
-def _meanwhile(answers: Sequence[Answer]) -> Used:
-    """While the prompts were asked, in this run and in those before it that were interrupted."""
+def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
+    forms = ("weights", "activations", "draft_weights")
+    rounded = [f"{name.replace('_', ' ')} rounded to {settings[name]}" for name in forms if settings[name] != "exact"]
+    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
+    title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"
+    return title + (" (SIMULATED acceptance)" if bench.simulated else "")
+
+
+def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str]:
+    warnings = []
+    if bench.simulated:
+        warnings.append(f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured.")
+    if line := busy(_others(answers), threads):
+        warnings.append(line)
+    return warnings
+
+
+def _others(answers: Sequence[Answer]) -> Used:
+    """CPU use while the prompts were asked, in this run and in those before it that were interrupted."""
     each = {(a.temperature, a.prompt): a.around for a in answers if a.around is not None}.values()
-    told = all(u.others is not None for u in each)
-    return Used(sum(u.seconds for u in each), sum(u.others or 0.0 for u in each) if told else None)
+    known = all(used.others is not None for used in each)
+    return Used(sum(used.seconds for used in each), sum(used.others or 0.0 for used in each) if known else None)
+
+
+def _samples(bench: Bench, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Plain decoding's texts of the first prompts, and the methods whose texts differ."""
+    samples = []
+    for prompt in bench.prompts[:SAMPLES]:
+        here = [a for a in answers if (a.prompt, a.turn, a.temperature) == (prompt.id, 0, bench.temperatures[0])]
+        plain = next((a for a in here if a.method == VANILLA), None)
+        if plain is not None:
+            differ = [a.method for a in here if a.differs is not None]
+            samples.append({"prompt": prompt.id, "question": _question(prompt), "answer": _text(bench, plain), "differ": differ})
+    return samples
+
+
+def _question(prompt: Prompt) -> str:
+    if prompt.prompt_ids:
+        return f"token ids {', '.join(map(str, prompt.prompt_ids[:12]))}{', ...' if len(prompt.prompt_ids) > 12 else ''}"
+    text = prompt.turns[0] if prompt.turns else str((prompt.messages or [{}])[-1].get("content", ""))
+    return text if len(text) <= SAMPLE_LETTERS else f"... {text[-SAMPLE_LETTERS:]}"
+
+
+def _text(bench: Bench, answer: Answer) -> str:
+    if bench.llm.tokenizer is None:
+        return " ".join(map(str, answer.token_ids[:60]))
+    return str(bench.llm.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)).strip()[:SAMPLE_LETTERS]
+
+
+def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """A cycle of the fastest method on the first prompt; None where nothing is drafted."""
+    pooled = {r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]}
+    ours = [c for c in _methods(bench.contestants) if c.name != VANILLA and pooled.get(c.name)]
+    for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
+        try:
+            request = next(bench.questions(bench.prompts[0], bench.temperatures[0])).request
+            step = deepest_cycle(contestant.drafter, request)
+        except Exception:  # a picture is no reason to lose a bench
+            continue
+        if step is not None:
+            lines = [list(line) for line in tree_lines(step, bench.llm.tokenizer)]
+            return {"method": contestant.name, "prompt": bench.prompts[0].id, "tokens": len(step.tokens), "lines": lines}
+    return None
+
+
+def _methods(contestants: Sequence[Contestant]) -> Iterator[Drafting]:
+    return (c for c in contestants if isinstance(c, Drafting))
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Each file whole or not at all."""
-    pictures = plots.pictures(summary)
-    for name, (_, svg) in pictures.items():
-        write_text(folder / f"{name}.svg", svg)
-    write_text(folder / "report.md", report.markdown(summary))
-    write_text(folder / "report.html", report.page(summary, dict(pictures.values())))
+    """Write all files, each whole or not at all. The page and its pictures need matplotlib and jinja2, and are left out without them."""
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(folder / "report.md", report.markdown(summary))
+    try:
+        from eyas.bench.plots import pictures
+
+        drawn = pictures(summary)
+        page = report.page(summary, drawn)
+    except ModuleNotFoundError as error:
+        warnings.warn(f"no report.html: {error.name} is not installed (pip install {error.name})", stacklevel=2)
+        return
+    for name, (_, svg) in drawn.items():
+        write_text(folder / f"{name}.svg", svg)
+    write_text(folder / "report.html", page)

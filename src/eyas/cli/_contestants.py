@@ -41,6 +41,7 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
     from eyas import drafters
     from eyas.adaptive import auto
     from eyas.bench.contestants import Drafting
+    from eyas.bench.run import reason_of
     from eyas.bench.simulate import parse_rates, simulated
     from eyas.core.verify import verify
 
@@ -63,6 +64,8 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
             if not every:
                 raise
             skipped[spec] = str(error)
+        except Exception as error:  # a method that is broken takes no other one down
+            skipped[spec] = reason_of(error)
         else:
             found[spec] = Drafting(spec, drafter, _called(head), judge, auto(drafter, fallback=rates is None) if mode == "auto" else None)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)

@@ -195,7 +195,7 @@ def _bar() -> Iterator[OnPrompt]:
 
 
 def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> int:
-    """The pooled tables, the places of the rest; status 1 when a float32 text is not plain decoding's."""
+    """The pooled tables and where the rest is. Status 1 when a float32 text is not plain decoding's, or when every method failed."""
     from eyas.bench import report
 
     if given["as_json"]:
@@ -211,6 +211,8 @@ def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> 
             _print(title, heads, profiled)
     for warning in summary["warnings"]:
         note(warning)
+    for name, why in summary["failed"].items():
+        problem(f"{name} failed and is in no figure: {why}")
     traces = [found["trace"] for found in summary["profiles"].values()]
     if traces:
         note(f"traces for https://ui.perfetto.dev: {', '.join(f'{folder}/{trace}' for trace in traces)}")
@@ -218,7 +220,8 @@ def _say(summary: Mapping[str, Any], folder: Path, given: Mapping[str, Any]) -> 
     wrong = [] if summary["settings"]["dtype"] != "float32" else _wrong(summary)
     for line in wrong:
         problem(line)
-    return 1 if wrong else 0
+    methods = set(summary["settings"]["methods"]) - {"vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted"}
+    return 1 if wrong or (methods and methods <= summary["failed"].keys()) else 0
 
 
 def _print(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -103,6 +103,7 @@ def smallest(command: Any, monkeypatch: pytest.MonkeyPatch, output: Path, name: 
     return record
 
 
+@pytest.mark.slow
 def test_acceptance(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the whole way from chats to a record with the embedded model: texts are equal, intervals hold their values, a second run asks
     nothing again."""
@@ -118,6 +119,7 @@ def test_acceptance(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "acceptance" / "answers.jsonl").read_bytes() == answers
 
 
+@pytest.mark.slow
 def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the bench of `make bench`: every contestant's row, texts equal, plain decoding over itself is 1; --table shows a record."""
     output, speed = tmp_path / "speed.json", command("speed")
@@ -130,6 +132,7 @@ def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| eagle2 8/4/2 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_long_context(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the forced text: every method's cycles emit the same text, all but the token of the prompt's pass."""
     book = tmp_path / "book.txt"
@@ -141,6 +144,7 @@ def test_long_context(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(record["tasks"]["continue"]["all"]["seagle"]["tau"]) == 2
 
 
+@pytest.mark.slow
 def test_draft_cost(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards SEAGLE's claim in bytes: its cache does not grow with the context, EAGLE-3's does."""
     given = ("--contexts", 600, 1200, "--base", 600, "--rounds", 2, "--cycles", 2, "--trained", 256, "--nodes", 5)
@@ -150,6 +154,7 @@ def test_draft_cost(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert draft["seagle"]["cycle_wall_ratio"][0][0] == 1
 
 
+@pytest.mark.slow
 def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the way from chats to figures: rates are tried, heads are trained by `eyas train`, texts are equal, and a second run trains
     nothing again."""

@@ -65,6 +65,18 @@ def test_links_and_files_of_the_pages() -> None:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_names_of_the_glossary() -> None:
+    """Guards the glossary's last column: `path.py` `name` stands for a name that is in that file, a folder for one that is there."""
+    cells = [line.rstrip("| ").rpartition("|")[2] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:1] == "|"]
+    named = [match for cell in cells for match in re.finditer(r"`([\w/.]+(?:/|\.py))`((?:[ ,]+`[A-Za-z_]+`)*)", cell)]
+    assert len(named) > 30
+    for match in named:
+        path = next((base / match[1] for base in (ROOT / "src" / "eyas", ROOT) if (base / match[1]).exists()), None)
+        assert path is not None, match[0]
+        for name in re.findall(r"`(\w+)`", match[2]):
+            assert re.search(rf"\b{name}\b", path.read_text()), match[0]
+
+
 @needs_weights
 def test_the_embedded_model_is_small_and_intact() -> None:
     """Guards the repository's size, the packing, and that positions up to 4,096 exist."""

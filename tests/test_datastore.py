@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,10 @@ import pytest
 
 from eyas import datastore
 from eyas.datastore import Datastore, Manifest, Settings, Source, build
-from eyas.datastore._manifest import DEPTH, MANIFEST
+from eyas.datastore._manifest import DEPTH, MANIFEST_FILE
 from eyas.datastore._suffixes import order_of
 from eyas.errors import InputError
+from eyas.files import locked_output
 
 Documents = list[list[int]]
 
@@ -93,7 +95,7 @@ def test_segments_are_one_store() -> None:
     """Guards the look-up over several segments: the longest match of all, and every continuation of it, in order."""
     documents, dice = made_of(1, 6, 60), random.Random(1)
     whole = Datastore.of(documents, VOCAB)
-    divided = Datastore([Datastore.of(documents[a:b], VOCAB).segments[0] for a, b in ((0, 7), (7, 40), (40, 60))], 160)
+    divided = Datastore([Datastore.of(documents[a:b], VOCAB).segments[0] for a, b in ((0, 7), (7, 40), (40, 60))], VOCAB)
     for _ in range(200):
         context = dice.choices(IDS[:6], k=8)
         one, several = whole.look_up(context, 1, 8, 4, 10_000), divided.look_up(context, 1, 8, 4, 10_000)
@@ -159,7 +161,7 @@ def same(folder: Path, documents: Documents) -> None:
         assert theirs is not None
         assert (mine.length, mine.count) == (theirs.length, theirs.count)
     assert sum(source.tokens for source in manifest.sources) == sum(map(len, documents)) == manifest.tokens
-    assert len(list(folder.iterdir())) == 1 + 2 * len(manifest.segments)
+    assert len(list(folder.glob("[!.]*"))) == 1 + 2 * len(manifest.segments)
 
 
 def test_built_appended_merged(tmp_path: Path, files: list[File]) -> None:
@@ -263,7 +265,7 @@ def test_damage_is_seen(tmp_path: Path, files: list[File]) -> None:
 def test_a_manifest_that_was_changed(tmp_path: Path, files: list[File]) -> None:
     """Guards against believing a manifest that is damaged, edited, newer, or names files elsewhere."""
     make(tmp_path, files[0])
-    held = json.loads((tmp_path / MANIFEST).read_text())
+    held = json.loads((tmp_path / MANIFEST_FILE).read_text())
     assert held["sorted_to"] == DEPTH
     broken = [
         ({**held, "largest_token": 3}, "changed after it was written"),
@@ -272,9 +274,64 @@ def test_a_manifest_that_was_changed(tmp_path: Path, files: list[File]) -> None:
         ([], "TypeError"),
     ]
     for content, said in broken:
-        (tmp_path / MANIFEST).write_text(json.dumps(content))
+        (tmp_path / MANIFEST_FILE).write_text(json.dumps(content))
         with pytest.raises(InputError, match=said):
             Datastore.open(tmp_path)
-    (tmp_path / MANIFEST).write_text("{")
+    (tmp_path / MANIFEST_FILE).write_text("{")
     with pytest.raises(InputError, match="is damaged"):
         Datastore.open(tmp_path)
+    (tmp_path / MANIFEST_FILE).write_text("[" * 60_000)
+    with pytest.raises(InputError, match="is damaged"):
+        Datastore.open(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["*.npy", "*.json"])
+def test_a_part_that_was_damaged_is_made_again(tmp_path: Path, files: list[File], suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that an interrupted build left were used again without a look at them: one bit, and another text was looked up for ever."""
+    with monkeypatch.context() as patch:
+        patch.setattr(datastore._build, "order_of", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "s", files[0])
+    (part,) = (tmp_path / "s" / "parts").glob(suffix)
+    content = part.read_bytes()
+    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    make(tmp_path / "s", files[0])
+    assert files[0].times == 2
+    same(tmp_path / "s", files[0].documents)
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_damage_is_not_merged(tmp_path: Path, files: list[File]) -> None:
+    """Sorted together with others, a damaged segment would get a right checksum."""
+    make(tmp_path, files[0])
+    manifest = make(tmp_path, files[1], append=True)
+    tokens = manifest.segments[1].path(tmp_path, "tokens")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match="its checksum is another"):
+        make(tmp_path, merge=True)
+    assert Manifest.read(tmp_path) == manifest
+
+
+def test_a_damaged_token_is_never_drafted(tmp_path: Path) -> None:
+    """Checksums of large files are compared on request only. A token that no vocabulary has would be a crash in the target: it counts as
+    the end of its document."""
+    make(tmp_path, File("a", [[1, 2, 3]] * 20))
+    (tokens,) = tmp_path.glob("*.tokens.npy")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content.replace(b"\x00\x03", b"\x80\x03"))
+    found = Datastore.open(tmp_path).look_up([1, 2], 1, 2, 1, 100)
+    assert found is not None
+    assert set(found.following_SD.ravel().tolist()) == {65535}
+
+
+def test_a_second_build_is_refused(tmp_path: Path, files: list[File]) -> None:
+    """It removed the parts of the first one."""
+    make(tmp_path, files[0])
+    with locked_output(tmp_path), pytest.raises(InputError, match=f"process {os.getpid()} "):
+        make(tmp_path, files[1], append=True)
+    assert make(tmp_path, files[0]).tokens  # nothing to write, so nothing to wait for
+    assert len(make(tmp_path, files[1], append=True).sources) == 2

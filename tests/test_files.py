@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import InputError
-from eyas.files import locked_output, remove_leftovers, sha256_of_file, write_atomically
+from eyas.files import locked_output, parse_json, remove_leftovers, sha256_of_file, write_atomically
 
 HOLDER = """
 import sys, time
@@ -100,3 +100,19 @@ def test_temporary_files_of_live_processes_stay(tmp_path: Path) -> None:
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc" * 1000)
     assert sha256_of_file(tmp_path / "file") == hashlib.sha256(b"abc" * 1000).hexdigest()
+
+
+def test_json_of_any_kind_is_a_value_or_one_line() -> None:
+    """json.loads raises four kinds of errors, two of which are easily forgotten."""
+    assert parse_json(b'\xef\xbb\xbf{"a": [1]}') == parse_json('{"a": [1]}') == {"a": [1]}
+    reasons = {
+        b"\xff": "not UTF-8 at byte 0",
+        "{": "not JSON",
+        "9" * 5000: "a number of too many digits",
+        "[" * 60_000: "nested too deeply",
+        '{"a": ' * 60_000: "nested too deeply",
+    }
+    for text, reason in reasons.items():
+        with pytest.raises(InputError, match=reason) as raised:
+            parse_json(text)
+        assert "\n" not in str(raised.value)

@@ -35,7 +35,7 @@ from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter, Shape
 from eyas.drafters._merge import method_name
-from eyas.files import replaced, user_cache
+from eyas.files import parse_json, replaced, user_cache
 from eyas.hardware import cpu_name, versions
 
 __all__ = ["Costs", "draft_cost", "key_of", "measure", "place_of", "remembered", "seconds_of", "verify_cost"]
@@ -274,7 +274,7 @@ def remembered(drafter: Drafter, force: bool = False, make: Callable[[Drafter], 
     path = place_of(key)
     if not force:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # not there yet, or not whole
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_bytes())
             if found["key"] == key:
                 return Costs.from_json(found["costs"]), True
     log.info(

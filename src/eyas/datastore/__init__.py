@@ -1,15 +1,16 @@
-"""A datastore: texts as token ids, in which the longest end of a context is looked up (REST, He et al. 2023, arXiv 2311.08252, section 3).
+"""A datastore: texts as token ids, searched for the longest suffix of a context (REST, He et al. 2023, arXiv 2311.08252, section 3).
 
-    FOLDER/manifest.json                 which tokenizer and sources, which segments; written last, so what it names is whole
+    FOLDER/manifest.json                 tokenizer, sources and segments; written last, so the files that it names are whole
            HASH.tokens.npy               a segment's documents, end to end
-           HASH.suffixes.npy             the places of all its suffixes, in order
-           parts/                        while it is built: the tokens of each source, so that an interrupted build goes on
+           HASH.suffixes.npy             the positions of all its suffixes, in sorted order
+           parts/                        during a build: the tokens of each source, so that an interrupted build continues
 
-    _suffixes.py    the order of suffixes          _segment.py    one text and its suffixes
-    _manifest.py    what the folder says of itself _build.py      sources to segments, appending, merging
-    _store.py       segments together: looking up
+    _suffixes.py    sorting of suffixes            _segment.py    one text and its suffixes
+    _manifest.py    manifest and files             _build.py      sources to segments, appending, merging
+    _store.py       look-ups in all segments
 
-Everything is mapped, not read: opening takes no time, and memory is the system's cache. This room knows no model, no tokenizer and no tree.
+All files are memory-mapped: opening takes no time, and the system's cache is the memory. This package knows no model, no
+tokenizer and no tree.
 """
 
 from __future__ import annotations

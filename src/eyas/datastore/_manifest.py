@@ -1,4 +1,4 @@
-"""manifest.json of a datastore, and its files: always whole, checked by size when opened and by SHA-256 when asked.
+"""manifest.json of a datastore, and its files: written as a whole, checked by size when opened and by SHA-256 on request.
 
 This module knows no source and no suffix.
 """
@@ -18,19 +18,20 @@ import numpy as np
 
 from eyas.datastore._segment import Array
 from eyas.errors import InputError
-from eyas.files import replaced
+from eyas.files import parse_json, sha256_of_file, write_atomically
 
-__all__ = ["DEPTH", "MANIFEST", "Manifest", "Read", "Stored", "damaged", "mapped", "replaced", "told", "write_array"]
+__all__ = ["DEPTH", "MANIFEST_FILE", "Manifest", "ReadSource", "StoredSegment", "damaged", "file_errors", "map_segment", "write_array"]
 
-FORMAT, VERSION = "eyas-datastore", 1
-MANIFEST = "manifest.json"
+FORMAT = "eyas-datastore"
+VERSION = 1
+MANIFEST_FILE = "manifest.json"
 DEPTH = 64  # tokens to which suffixes are sorted
 KINDS = ("tokens", "suffixes")
 
 
 @dataclass(frozen=True)
-class Read:
-    """A source that was read."""
+class ReadSource:
+    """A source whose documents are in the datastore."""
 
     name: str
     sha256: str  # of the file
@@ -39,12 +40,12 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A segment: two files, named by what is in them."""
+class StoredSegment:
+    """A segment on disk: two files, named by the hash of the tokens."""
 
     name: str
     tokens: int  # separators counted
-    bytes: tuple[int, int]  # of the file of tokens and that of suffixes
+    bytes: tuple[int, int]  # of the two files, tokens and suffixes
     sha256: tuple[str, str]
 
     def path(self, folder: Path, kind: str) -> Path:
@@ -53,14 +54,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a datastore is made of."""
+    """The content of manifest.json."""
 
     tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
     tokenizer_name: str
     vocab_size: int  # of the tokenizer
-    largest_token: int  # that occurs
-    sources: tuple[Read, ...]
-    segments: tuple[Stored, ...]
+    largest_token: int  # in the sources
+    sources: tuple[ReadSource, ...]
+    segments: tuple[StoredSegment, ...]
     versions: dict[str, str]
 
     @property
@@ -73,70 +74,80 @@ class Manifest:
 
     @property
     def id(self) -> str:
-        """A hash of everything that was found out about the data."""
-        held = {name: value for name, value in asdict(self).items() if name != "versions"}
-        return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+        """A hash of everything in it but the versions."""
+        content = {name: value for name, value in asdict(self).items() if name != "versions"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        held = {"format": FORMAT, "version": VERSION, "id": self.id, "sorted_to": DEPTH, **asdict(self)}
-        with told(folder / MANIFEST, "written"), replaced(folder / MANIFEST) as stream:
-            stream.write((json.dumps(held, indent=1) + "\n").encode())
+        """InputError when it cannot be written; OSError when the disk is full."""
+        content = {"format": FORMAT, "version": VERSION, "id": self.id, "sorted_to": DEPTH, **asdict(self)}
+        with file_errors(folder / MANIFEST_FILE, "written"), write_atomically(folder / MANIFEST_FILE) as stream:
+            stream.write((json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """InputError when there is none, or it cannot be understood."""
-        path = folder / MANIFEST
+        """InputError when there is none, or it is damaged or of a newer version."""
+        path = folder / MANIFEST_FILE
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
-            if held["format"] != FORMAT or held["version"] > VERSION:
-                raise InputError(f"{path} is of format {held['format']!r}, version {held['version']}: a newer eyas may read it")
-            found = cls._from(held)
+            text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{str(folder)!r} holds no datastore (no {MANIFEST}): make one with `eyas datastore build`") from error
+            raise InputError(f"{str(folder)!r} holds no datastore (no {MANIFEST_FILE}): make one with `eyas datastore build`") from error
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
+        try:
+            content = parse_json(text)
+            format_name, version = content["format"], content["version"]
+            manifest = cls._from_content(content) if format_name == FORMAT and version <= VERSION else None
+            is_changed = manifest is not None and manifest.id != content["id"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise damaged(path, type(error).__name__) from error
-        if found.id != held["id"]:
+        if manifest is None:
+            raise InputError(f"{path} is of format {format_name!r}, version {version}: a newer eyas may read it")
+        if is_changed:
             raise damaged(path, "it was changed after it was written")
-        if not found.segments or any(Path(stored.name).name != stored.name for stored in found.segments):
+        if not manifest.segments or any(Path(stored.name).name != stored.name for stored in manifest.segments):
             raise damaged(path, "its segments are not in this folder")
-        return found
+        return manifest
 
-    def check(self, folder: Path, thoroughly: Callable[[int], None] | None = None) -> None:
-        """InputError when a file is missing or of another size; `thoroughly`: or of another checksum, told the bytes of each file read."""
+    def check(self, folder: Path, on_file: Callable[[int], None] | None = None) -> None:
+        """InputError when a file is missing or of another size.
+
+        Args:
+            on_file: if given, checksums are compared too, and it is called with the bytes of each file that was read.
+        """
         for stored in self.segments:
             for kind, size, sha256 in zip(KINDS, stored.bytes, stored.sha256, strict=True):
                 path = stored.path(folder, kind)
-                with told(path, "read"):
+                with file_errors(path, "read"):
                     if path.stat().st_size != size:
                         raise damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
-                    if thoroughly is not None:
-                        if _digest(path) != sha256:
+                    if on_file is not None:
+                        if sha256_of_file(path) != sha256:
                             raise damaged(path, "its checksum is another")
-                        thoroughly(size)
+                        on_file(size)
 
     @classmethod
-    def _from(cls, held: dict[str, Any]) -> Manifest:
-        own = {field.name: held[field.name] for field in fields(cls)}
-        sources = tuple(Read(**source) for source in own.pop("sources"))
-        segments = own.pop("segments")
-        stored = tuple(Stored(s["name"], s["tokens"], tuple(s["bytes"]), tuple(s["sha256"])) for s in segments)
-        return cls(sources=sources, segments=stored, **own)
+    def _from_content(cls, content: dict[str, Any]) -> Manifest:
+        values = {field.name: content[field.name] for field in fields(cls)}
+        values["sources"] = tuple(ReadSource(**source) for source in values["sources"])
+        values["segments"] = tuple(
+            StoredSegment(segment["name"], segment["tokens"], tuple(segment["bytes"]), tuple(segment["sha256"]))
+            for segment in values["segments"]
+        )
+        return cls(**values)
 
 
 def damaged(path: Path, reason: str) -> InputError:
+    """The error for a file that was changed."""
     return InputError(f"{path} is damaged ({reason}): delete the folder and build it again with `eyas datastore build`")
 
 
-def mapped(folder: Path, stored: Stored) -> tuple[Array, Array]:
-    """(tokens, suffixes), not read before they are looked at."""
+def map_segment(folder: Path, stored: StoredSegment) -> tuple[Array, Array]:
+    """(tokens, suffixes), memory-mapped. InputError when a file is missing or holds something else."""
     arrays = []
     for kind in KINDS:
         path = stored.path(folder, kind)
-        with told(path, "read"):
+        with file_errors(path, "read"):
             try:
                 arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
             except ValueError as error:
@@ -147,22 +158,21 @@ def mapped(folder: Path, stored: Stored) -> tuple[Array, Array]:
     return arrays[0], arrays[1]
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def write_array(path: Path, array: Array) -> tuple[int, str]:
-    """An .npy file; returns (bytes, SHA-256). InputError when it cannot be written; OSError when the disk is full."""
-    with told(path, "written"), replaced(path) as stream:
+    """Write an .npy file; returns (bytes, SHA-256). InputError when it cannot be written; OSError when the disk is full."""
+    with file_errors(path, "written"), write_atomically(path) as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
         stream.write(array.view(np.uint8).data)
-    return path.stat().st_size, _digest(path)
+    return path.stat().st_size, sha256_of_file(path)
 
 
 @contextmanager
-def told(path: Path, done: str) -> Iterator[None]:
-    """What the system says, as one line; a full disk stays what it is."""
+def file_errors(path: Path, done: str) -> Iterator[None]:
+    """Turn the system's errors into an InputError that names the file; a full disk stays an OSError.
+
+    Args:
+        done: what could not be done with the file, for example "read".
+    """
     try:
         yield
     except FileNotFoundError as error:

@@ -13,7 +13,6 @@ Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V voc
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -30,7 +29,8 @@ from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices,
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window, check_sizes, head_of, own_table, shape_like, shape_of
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import Growth, grow_static
-from eyas.errors import OptionError, near
+from eyas.errors import InputError, OptionError, near
+from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
 
@@ -69,13 +69,12 @@ class StaticTree:
         if name == "chain" and (not depth or (depth.isdecimal() and int(depth) > 0)):
             return chain_choices(int(depth or 5))
         try:
-            found = json.loads(Path(self.choices).read_text())
-            return check_choices(found)
+            return check_choices(parse_json(Path(self.choices).read_bytes()))
         except OSError as error:
             raise OptionError(
                 f"tree.choices: {self.choices!r} is neither reference, chain, chain-N nor a readable file ({error.strerror})"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        except (InputError, TypeError) as error:
             raise OptionError(
                 f"tree.choices: {self.choices} must hold a JSON list of lists of ranks, like [[0], [1], [0, 0]]: {error}"
             ) from error

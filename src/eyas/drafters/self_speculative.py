@@ -27,7 +27,7 @@ from eyas.core.target import Target
 from eyas.drafters import small_model
 from eyas.drafters._skip import Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
-from eyas.files import replaced, user_cache
+from eyas.files import parse_json, replaced, user_cache
 
 __all__ = ["Method", "Options", "remembered_search"]
 
@@ -91,7 +91,7 @@ def remembered_search(target: Target) -> Found:
     key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
     path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
-        return Found(**json.loads(path.read_text(encoding="utf-8")))
+        return Found(**parse_json(path.read_bytes()))
     found = search(target, own_text(target))
     with suppress(OSError):  # then it is searched again the next time
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,9 @@ from eyas.core.drafter import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
+from eyas.files import write_text
 from eyas.hardware import cpu_name
 from eyas.metrics import bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
-from eyas.train.state import write_text
 
 RESAMPLES = 4000
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4

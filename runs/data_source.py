@@ -21,8 +21,8 @@ from _common import open_text, run
 from _heads import Head
 
 from eyas.errors import EyasError, InputError
+from eyas.files import write_text
 from eyas.train._chat import messages_to_learn
-from eyas.train.state import write_text
 
 SOURCES = ("fixed", "regenerated")
 Turns = list[dict[str, Any]]

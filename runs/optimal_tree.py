@@ -21,7 +21,7 @@ import eyas
 from eyas.core.engine import Decoder
 from eyas.drafters._optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from eyas.drafters.eagle1 import REFERENCE_TREE
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from eyas import tiny
 from eyas.bench.report import read_summary
 from eyas.errors import InputError
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 Row = Mapping[str, Any]
 

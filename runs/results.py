@@ -22,8 +22,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from eyas.files import write_text
 from eyas.metrics import bootstrap, ratio_of_ratios
-from eyas.train.state import write_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results.md"

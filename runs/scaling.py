@@ -18,7 +18,7 @@ from _common import open_text, run
 from _heads import Head
 
 from eyas.errors import EyasError
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 METHODS = ("eagle2", "eagle3")  # eagle2: EAGLE-1's net
 

@@ -5,7 +5,6 @@ A summary carries the number of its format; another one is refused. This module 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from eyas.bench.record import FORMAT
 from eyas.bench.rows import ALL
 from eyas.errors import InputError
+from eyas.files import parse_json
 
 __all__ = ["HEADS", "cells", "compared", "comparison", "headline", "markdown", "page", "profile_tables", "read_summary", "sections"]
 
@@ -26,8 +26,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     """The summary in a file or folder. InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
-        summary = json.loads(place.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        summary = parse_json(place.read_bytes())
+    except (OSError, InputError) as error:
         raise InputError(f"{place} cannot be read as a summary of `eyas bench`: {error}") from error
     if not isinstance(summary, dict) or "rows" not in summary:
         raise InputError(f"{place} is no summary of `eyas bench`: name a folder or its summary.json")

@@ -4,7 +4,7 @@
 
     FOLDER/settings.json   what is compared on what; a folder with other settings is refused
            answers.jsonl   an Answer a line; the lines of a prompt are written together when all of it is done
-           lock            held while a run writes here
+           .lock           held while a run writes here
 
 Started again, a bench goes on with the first prompt that is not complete. A later turn is asked after plain decoding's own earlier answers,
 the same for all; one that no longer fits the context is not asked. Ids are compared with plain decoding's at once.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Question
@@ -34,13 +33,13 @@ from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.core.engine import Request
 from eyas.errors import FitError, InputError
+from eyas.files import locked_output, parse_json, prepare_folder, remove_leftovers, write_text
 from eyas.hardware import cpu_name, versions
 from eyas.metrics import first_difference, margin
-from eyas.train.state import prepare, write_text
 
 __all__ = ["Bench", "OnPrompt", "locked", "read_answers"]
 
-ANSWERS, SETTINGS, LOCK = "answers.jsonl", "settings.json", "lock"
+ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
 VANILLA = "vanilla"
 ANOTHER = "choose another --output, or --restart"
 OnPrompt = Callable[[int, int, str], None]  # (prompts done, number of prompts, what is going on)
@@ -49,19 +48,10 @@ OnPrompt = Callable[[int, int, str], None]  # (prompts done, number of prompts, 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a bench's folder. InputError when another run holds it, or when nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise InputError(f"another bench is writing into {folder}: wait for it, or choose another --output") from error
-    except OSError as error:
-        raise InputError(f"cannot write into {folder}: {error.strerror or error}; choose another --output") from error
-    try:
-        prepare(folder)  # only now: it removes temporary files, which another run might be writing
+    prepare_folder(folder)
+    with locked_output(folder):
+        remove_leftovers(folder)
         yield
-    finally:
-        lock.release()
 
 
 def read_answers(path: Path) -> list[Answer]:
@@ -69,11 +59,11 @@ def read_answers(path: Path) -> list[Answer]:
     answers, lines = list[Answer](), path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            answers.append(Answer.from_json(json.loads(line)))
-        except json.JSONDecodeError as error:
+            answers.append(Answer.from_json(parse_json(line)))
+        except InputError as error:
             if number < len(lines):
                 raise InputError(f"{path}:{number} is damaged: {ANOTHER}") from error
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{path}:{number} was written by another version of eyas: {ANOTHER}") from error
     return answers
 
@@ -177,7 +167,7 @@ class Bench:
     def _check(self, folder: Path, settings: dict[str, Any]) -> None:
         """InputError unless the folder holds this bench."""
         try:
-            there = json.loads((folder / SETTINGS).read_text())
+            there = parse_json((folder / SETTINGS).read_bytes())
             there_format = there["format"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InputError(f"{folder / SETTINGS} is missing or damaged: {ANOTHER}") from error

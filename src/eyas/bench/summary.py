@@ -21,7 +21,7 @@ from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
 from eyas.bench.trees import deepest_cycle, tree_lines
-from eyas.train.state import write_text
+from eyas.files import write_text
 
 __all__ = ["summarise", "write"]
 

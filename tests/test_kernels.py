@@ -34,7 +34,7 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
 
 def form(matrix: kernels.Matrix) -> torch.dtype:
     """What it is kept as; int8 stands as uint8 where the machine adds up products of bytes."""
-    return torch.int8 if matrix.kind == "quads" else matrix.data.dtype
+    return torch.int8 if matrix.kind == "int8_vnni" else matrix.data.dtype
 
 
 @needs
@@ -181,7 +181,7 @@ def test_products_of_bfloat16(inputs: int) -> None:
     among any number of others, by vectors and by matrix units; what is not finite stays in its row."""
     weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.WeightFormat(activations="bfloat16")
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
-    assert (matrix.kind, matrix.digits) == ("bfloat16", 1)
+    assert (matrix.kind, matrix.limbs) == ("bfloat16", 1)
     x = torch.randn(130, inputs, generator=generator) * 10.0 ** torch.linspace(-15, 15, 130)[:, None]
     x[3] = 0
     alone = torch.cat([kernels.linear(matrix, row[None]) for row in x])

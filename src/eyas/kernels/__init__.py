@@ -1,10 +1,11 @@
-"""Kernels for CPUs: linear layers and whole decoder layers in C++ (cpu/), which says how they compute; here is how they are called.
+"""Kernels for CPUs in C++: linear layers, decoder layers, draft trees and the operations of a decoding cycle.
 
-    matrix = pack(weight_ON)            weights as they are stored, without loss, in the narrowest form, or rounded
-    y_MO = linear(matrix, x_MI)         float32
+    matrix = pack(weight_OI)      in the narrowest format without loss, or rounded
+    y_MO = linear(matrix, x_MI)   float32
 
-A linear layer's result for a row is the same to the last bit whatever other rows there are, and with any number of threads.
-Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nodes in slots. This module knows no model and no method.
+cpu/kernels.cpp describes how they compute. The result for a row is the same to the last bit, whatever other rows there are and
+with any number of threads. Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T nodes in slots.
+This package knows no model and no method.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ __all__ = [
 
 
 def why_not() -> str | None:
-    """Why there are no kernels here; None: there are."""
-    found = outcome()
-    return found if isinstance(found, str) else None
+    """The reason why there are no kernels on this machine; None if there are."""
+    result = outcome()
+    return result if isinstance(result, str) else None
 
 
 def available() -> bool:
+    """Whether there are kernels on this machine. They are built if necessary."""
     return not isinstance(outcome(), str)

@@ -1,4 +1,7 @@
-"""The noise of a cycle, and its end."""
+"""Operations of a decoding cycle on small tensors: draw tokens, follow them down the tree, commit the path, Gumbel noise.
+
+The references in torch are core/sampling.py, core/verify.py and core/cache.py; tests compare them with these.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +10,88 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._linear import ThreadCount, count
+from eyas.kernels._records import address
 
 __all__ = ["commit", "draw", "follow", "gumbel"]
 
-SMALL = 2**15  # scores that one thread draws from before others are awake; noise takes it four times as long
+SMALL = 2**15  # scores from which one thread draws before others would wake up; noise takes four times as long
 
 
 def follow(
     tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Path and tokens [B, longest], length and bonus [B] of the path that follows the draws; all int64. Siblings have distinct tokens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Follow the draws from the root: a node is accepted if its token was drawn at its parent. Siblings have distinct tokens.
+
+    Returns:
+        Path of nodes and their tokens, int64 [B, longest], padded with -1 and 0; its length and the bonus token, int64 [B].
+    """
     B, N = tokens_BN.shape
-    given = tuple(x.contiguous() for x in (tokens_BN, parents_BN, candidate_BN, draw_BN))
-    path_BP, tokens_BP = torch.empty(2, B, longest, dtype=torch.long)
-    length_B, bonus_B = torch.empty(2, B, dtype=torch.long)
-    twins = library().eyas_follow(
-        *(c_void_p(x.data_ptr()) for x in given), c_int64(B), c_int64(N), c_int64(longest),
-        *(c_void_p(x.data_ptr()) for x in (path_BP, tokens_BP, length_B, bonus_B)),
-    )  # fmt: skip
-    assert not twins, "siblings with the same token; unite them before verification"
-    return path_BP, tokens_BP, length_B, bonus_B
+    inputs = tuple(x.contiguous() for x in (tokens_BN, parents_BN, candidate_BN, draw_BN))
+    path_BP = torch.empty(B, longest, dtype=torch.long)
+    path_tokens_BP = torch.empty(B, longest, dtype=torch.long)
+    length_B = torch.empty(B, dtype=torch.long)
+    bonus_B = torch.empty(B, dtype=torch.long)
+    matching_siblings = library().eyas_follow(
+        *(c_void_p(address(x)) for x in inputs),
+        *map(c_int64, (B, N, longest)),
+        *(c_void_p(address(x)) for x in (path_BP, path_tokens_BP, length_B, bonus_B)),
+    )
+    assert not matching_siblings, "siblings with the same token; unite them before verification"
+    return path_BP, path_tokens_BP, length_B, bonus_B
 
 
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """Move the nodes of each row's path to the slots behind its committed ones, in a cache [E, B, K, slots, h] of float32."""
-    E, B, K, slots, h = store.shape
     length_B, path_BP = length_B.contiguous(), path_BP.contiguous()
     library().eyas_commit(
-        c_void_p(store.data_ptr()), *map(c_int64, (E, B, K, slots, h)), c_void_p(length_B.data_ptr()), c_void_p(path_BP.data_ptr()),
+        c_void_p(address(store)),
+        *map(c_int64, store.shape),
+        c_void_p(address(length_B)),
+        c_void_p(address(path_BP)),
         c_int64(path_BP.shape[1]),
-    )  # fmt: skip
+    )
 
 
 def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: ThreadCount = None) -> Tensor:
-    """float32 [B, N, V]: what `sampling.GumbelNoise` says of these positions and tokens (how many, or their ids); zero in greedy rows."""
+    """The Gumbel noise of `sampling.GumbelNoise`, float32 [B, N, V]; zero in greedy rows.
+
+    Args:
+        vocab: the size of the vocabulary, or the V token ids.
+    """
     (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
     noise_BNV = torch.empty(B, N, V)
-    given = tuple(x.contiguous() for x in (seed_B, greedy_B, position_BN))
-    seed, greedy, position = (c_void_p(x.data_ptr()) for x in given)
-    ids = None if isinstance(vocab, int) else vocab.contiguous()
+    seed_B, greedy_B, position_BN = (x.contiguous() for x in (seed_B, greedy_B, position_BN))
+    ids_V = None if isinstance(vocab, int) else vocab.contiguous()
     library().eyas_gumbel(
-        seed, greedy, c_int64(stream), position, c_int64(B), c_int64(N), c_void_p(_records.at(ids)), c_int64(V),
-        c_void_p(noise_BNV.data_ptr()), c_int64(1 if B * N * V <= SMALL // 4 else count(threads)),
-    )  # fmt: skip
+        c_void_p(address(seed_B)),
+        c_void_p(address(greedy_B)),
+        c_int64(stream),
+        c_void_p(address(position_BN)),
+        c_int64(B),
+        c_int64(N),
+        c_void_p(address(ids_V)),
+        c_int64(V),
+        c_void_p(address(noise_BNV)),
+        c_int64(1 if B * N * V <= SMALL // 4 else count(threads)),
+    )
     return noise_BNV
 
 
 def draw(
-    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, stream: int, threads: ThreadCount = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores_BNV: Tensor,
+    depth_BN: Tensor,
+    position_B: Tensor,
+    seed_B: Tensor,
+    greedy_B: Tensor,
+    stream: int,
+    threads: ThreadCount = None,
+) -> tuple[Tensor, Tensor]:
     """Draw a token at every node by the largest score + Gumbel noise; the largest score in greedy rows.
 
-    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed only for tokens that can still win.
+    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed only for tokens that can
+    still win.
 
     Args:
         depth_BN: the nodes' depths below their roots, which stand at `position_B`.
@@ -70,11 +100,15 @@ def draw(
         int64 [B, N] tokens; bool [B]: rows with a NaN score.
     """
     B, N, V = scores_BNV.shape
-    given = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
-    drawn_BN, broken_B = torch.empty(B, N, dtype=torch.long), torch.empty(B, dtype=torch.bool)
-    scores, depth, seed, greedy, position = (c_void_p(x.data_ptr()) for x in given)
+    inputs = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
+    scores, depth, seed, greedy, position = (c_void_p(address(x)) for x in inputs)
+    drawn_BN = torch.empty(B, N, dtype=torch.long)
+    broken_B = torch.empty(B, dtype=torch.bool)
     library().eyas_draw(
-        scores, depth, seed, greedy, c_int64(stream), position, *map(c_int64, (B, N, V)), c_void_p(drawn_BN.data_ptr()),
-        c_void_p(broken_B.data_ptr()), c_int64(1 if B * N * V <= SMALL else count(threads)),
-    )  # fmt: skip
+        *(scores, depth, seed, greedy, c_int64(stream), position),
+        *map(c_int64, (B, N, V)),
+        c_void_p(address(drawn_BN)),
+        c_void_p(address(broken_B)),
+        c_int64(1 if B * N * V <= SMALL else count(threads)),
+    )
     return drawn_BN, broken_B

@@ -1,4 +1,4 @@
-"""A draft's dynamic tree: EAGLE-2, section 4."""
+"""A draft's dynamic tree (EAGLE-2, section 4), all levels in one call. The reference in torch is drafters/_grow.py."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._layers import Layers, Pass
 from eyas.kernels._linear import Matrix
+from eyas.kernels._records import address
 
 __all__ = ["Grown", "Net", "Pending", "Plan", "grow"]
 
 
 @dataclass(frozen=True)
 class Net:
-    """What stands around the layer of an EAGLE's net. Norms in float32.
-
-    fuse: of the target's features (EAGLE-3); None: they are the hidden that is read. fc: of [embedding, hidden] (EAGLE-1); None: the layer
-    reads [norm of embedding, norm of hidden] (EAGLE-3).
-    residual_normed: the residual stream begins at the normed hidden. carries_normed: the normed output is handed on.
-    """
+    """An EAGLE net without its layer. Norms in float32."""
 
     head: Matrix
     embeddings_VD: Tensor
     fuse: Matrix | None = None
+    """Target features -> hidden state (EAGLE-3); None: the features are the hidden state."""
     fc: Matrix | None = None
+    """Of [embedding, hidden] (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3)."""
     embed_norm_D: Tensor | None = None
     hidden_norm_D: Tensor | None = None
-    norm_D: Tensor | None = None  # before the head
-    ids_v: Tensor | None = None  # the target's ids of the draft vocabulary
+    norm_D: Tensor | None = None
+    """Before the head."""
+    ids_v: Tensor | None = None
+    """The target's ids of the draft vocabulary."""
     residual_normed: bool = False
+    """The residual stream begins at the normed hidden state."""
     carries_normed: bool = False
+    """The next hidden state is the normed output."""
 
     @cached_property
     def record(self) -> _records.Net:
-        none = _records.Matrix()
-        norms = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)
+        norms_and_ids = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)
         return _records.Net(
-            self.fc is None, self.residual_normed, self.carries_normed,
-            *(none if m is None else m.record for m in (self.fuse, self.fc, self.head)),
-            _records.at(self.embeddings_VD), *map(_records.at, norms), self.head.outputs,
-        )  # fmt: skip
+            *(self.fc is None, self.residual_normed, self.carries_normed),
+            *(_records.Matrix() if m is None else m.record for m in (self.fuse, self.fc, self.head)),
+            *map(address, (self.embeddings_VD, *norms_and_ids)),
+            self.head.outputs,
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A dynamic tree's shape and rule, as `drafters._grow.DynamicTree` has them. noise_BLv: float32, what the target will draw with."""
+    """A dynamic tree's shape and rule, as in `drafters._grow.DynamicTree`."""
 
     depth: int
     branch: int
@@ -58,67 +60,79 @@ class Plan:
     by_confidence: bool
     rerank: bool
     log_stop: float
-    sharpness: float
-    temperature_B: Tensor  # float32; 0: greedy
+    inverse_temperature: float
+    """Of the confidences: the factor of log q."""
+    temperature_B: Tensor
+    """float32, of the target's sampling; 0: greedy."""
     noise_BLv: Tensor | None
+    """float32: the Gumbel noise of the target's draws."""
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree: int64 [B, N] tokens, parents and depths; float32 log q and values of whole paths; bool candidates [B, N], mask [B, N, N]. And
-    all that was drafted, the root first: parents and values [B, X].
-    """
+    """A tree of N nodes, the root first; and everything that was drafted, X nodes with the root."""
 
-    tokens_BN: Tensor
+    tokens_BN: Tensor  # int64, as parents and depths
     parents_BN: Tensor
     depth_BN: Tensor
-    score_BN: Tensor
-    value_BN: Tensor
-    candidate_BN: Tensor
-    mask_BNN: Tensor
+    score_BN: Tensor  # float32: log q
+    value_BN: Tensor  # float32: the sum of log confidences from the root on
+    candidate_BN: Tensor  # bool
+    mask_BNN: Tensor  # bool
     drafted_parents_BX: Tensor
     drafted_value_BX: Tensor
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What a net has not read yet: tokens, and what the target saw at them; each row's first `count`, before the root."""
+    """Tokens that the net has not read yet, and the target's features at them: each row's first `count`, before the root."""
 
-    features_BPF: Tensor  # float32; hidden, where the net does not fuse
+    features_BPF: Tensor  # float32; the hidden state where the net does not fuse
     tokens_BP: Tensor  # int64
     count_B: Tensor  # int64; 0 in empty rows
 
 
-def grow(net: Net, layer: Layers, plan: Plan, where: Pass, pending: Pending, roots_B: Tensor) -> Grown:
-    """EAGLE-2's tree from a draft's only layer, which first reads what is pending. `where`: of the rows before that; its positions and
-    visible nodes are not read.
+def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, roots_B: Tensor) -> Grown:
+    """Draft EAGLE-2's tree with a one-layer net, which first reads what is pending.
+
+    Args:
+        forward: of the rows before that; its positions and masks are not read.
+        roots_B: int64, the roots' tokens.
     """
-    (B, P), K = pending.tokens_BP.shape, min(plan.branch, net.head.outputs)
+    B, P = pending.tokens_BP.shape
+    K = min(plan.branch, net.head.outputs)
     drafted = K + (plan.depth - 1) * K * K
     N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
     tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
     grown = Grown(
-        tokens,
-        parents,
-        depth,
-        torch.empty(B, N),
-        torch.empty(B, N),
-        torch.empty(B, N, dtype=torch.bool),
-        torch.empty(B, N, N, dtype=torch.bool),
-        torch.empty(B, 1 + drafted, dtype=torch.long),
-        torch.empty(B, 1 + drafted),
+        tokens_BN=tokens,
+        parents_BN=parents,
+        depth_BN=depth,
+        score_BN=torch.empty(B, N),
+        value_BN=torch.empty(B, N),
+        candidate_BN=torch.empty(B, N, dtype=torch.bool),
+        mask_BNN=torch.empty(B, N, N, dtype=torch.bool),
+        drafted_parents_BX=torch.empty(B, 1 + drafted, dtype=torch.long),
+        drafted_value_BX=torch.empty(B, 1 + drafted),
     )
+    rule = _records.Plan(
+        *(plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop),
+        *(plan.inverse_temperature, address(plan.noise_BLv), address(plan.temperature_B)),
+    )
+    out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
     with layer.lock:
-        record, slots, kept = layer._prepare(replace(where, position_RQ=where.position_RQ.expand(B, max(P, K))))
-        rule = _records.Plan(
-            plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop, plan.sharpness,
-            _records.at(plan.noise_BLv), _records.at(plan.temperature_B),
-        )  # fmt: skip
-        out = _records.Grown(*(_records.at(getattr(grown, field.name)) for field in fields(grown)))
+        largest = replace(forward, position_RQ=forward.position_RQ.expand(B, max(P, K)))
+        record, cache, kept = layer._prepare(largest)
         library().eyas_grow(
-            byref(net.record), layer._records, byref(layer._shape), byref(record), byref(slots), byref(rule),
-            *(c_void_p(x.data_ptr()) for x in (pending.features_BPF, pending.tokens_BP)), c_int64(P), c_void_p(pending.count_B.data_ptr()),
-            c_void_p(roots_B.data_ptr()), byref(out),
-        )  # fmt: skip
+            byref(net.record),
+            layer._records,
+            *map(byref, (layer._shape, record, cache, rule)),
+            c_void_p(address(pending.features_BPF)),
+            c_void_p(address(pending.tokens_BP)),
+            c_int64(P),
+            c_void_p(address(pending.count_B)),
+            c_void_p(address(roots_B)),
+            byref(out),
+        )
         del kept
     return grown

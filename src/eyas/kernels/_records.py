@@ -1,4 +1,4 @@
-"""The records that kernels are handed, field by field as in cpu/records.h and grow.h."""
+"""The structures that kernels take, field by field as in cpu/records.h and cpu/grow.h."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from ctypes import c_float, c_int64, c_void_p
 
 from torch import Tensor
 
-__all__ = ["Grown", "Layer", "Matrix", "Net", "Pass", "Plan", "Shape", "Slots", "at"]
+__all__ = ["Grown", "KVCache", "Layer", "Matrix", "Net", "Pass", "Plan", "Shape", "address"]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where the tensor's data begins; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 class Matrix(ctypes.Structure):
     _fields_ = (
-        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
-        *((name, c_int64) for name in ("kind", "digits", "inputs", "outputs")),
-    )  # fmt: skip
+        *((name, c_void_p) for name in ("data", "scale", "bias")),
+        *((name, c_int64) for name in ("kind", "limbs", "inputs", "outputs")),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -26,43 +31,52 @@ class Layer(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    _fields_ = (*((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")), ("eps", c_float), ("scale", c_float))
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
 
 
-class Slots(ctypes.Structure):
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), *((name, c_int64) for name in ("layer", "row", "head", "slot")))
+class KVCache(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer", "row", "head", "slot")),
+    )
 
 
 class Pass(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "queries", "nodes")),
-        *((name, c_void_p) for name in ("length", "position", "visible", "near", "cosine", "sine")),
-        ("most", c_int64),
+        *((name, c_void_p) for name in ("length", "position", "visible", "visible_in_window", "cosine", "sine")),
+        ("score_stride", c_int64),
         *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores")),
         ("threads", c_int64),
     )
-
-
-def at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class Net(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("paired", "residual_normed", "carries_normed")),
         *((name, Matrix) for name in ("fuse", "fc", "head")),
-        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "norm", "ids")), ("vocabulary", c_int64),
-    )  # fmt: skip
+        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "norm", "ids")),
+        ("vocabulary", c_int64),
+    )
 
 
 class Plan(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("depth", "branch", "nodes", "by_confidence", "rerank")),
-        ("log_stop", c_float), ("sharpness", c_float),
-        ("noise", c_void_p), ("temperature", c_void_p),
-    )  # fmt: skip
+        ("log_stop", c_float),
+        ("inverse_temperature", c_float),
+        ("noise", c_void_p),
+        ("temperature", c_void_p),
+    )
 
 
 class Grown(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in (
-        "tokens", "parents", "depths", "scores", "values", "candidates", "mask", "drafted_parents", "drafted_values"))  # fmt: skip
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "parents", "depths", "scores", "values", "candidates")),
+        *((name, c_void_p) for name in ("mask", "drafted_parents", "drafted_values")),
+    )

@@ -193,7 +193,7 @@ class CpuRunner:
         if form.weights == "exact":
             layers = self.layers.layers
             matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-            kinds = ["int8" if m.kind == "quads" else m.kind for m in matrices]
+            kinds = ["int8" if m.kind == "int8_vnni" else m.kind for m in matrices]
         suited = ("bfloat16",) if halves else ("int8", "int4")
         if other := next((kind for kind in kinds if kind not in suited), None):
             instead = {"bfloat16": ", or activations bfloat16", "int8": ", or activations int8", "int4": ", or activations int8"}.get(

@@ -1,41 +1,47 @@
-// What is handed over, as in _records.py.
+// The structures that Python passes, mirrored in _records.py.
 #pragma once
 
 #include "vectors.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, QUADS, INT4 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT8_VNNI, INT4 };
 
 struct Matrix {
-    const void* data;    // panels, as tiles.h says; null: there is none
+    const void* data;    // panels in the layouts of tiles.h; null: no matrix
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
-    int64_t kind, digits, inputs, outputs;  // digits: that x is taken apart into for QUADS and INT4, and parts for BFLOAT16; outputs: a multiple of 32
+    int64_t kind;
+    int64_t limbs;  // of x for INT8_VNNI and INT4; for BFLOAT16 its parts, 1 (rounded) or 3
+    int64_t inputs, outputs;  // outputs: padded to a multiple of 32
 };
 
 struct Layer {
     Matrix qkv, o, gate_up, down;  // gate_up: panels hold 16 gates, then the 16 ups beside them
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // RMS norms; null: there is none
-    int64_t window;  // positions that it sees, the query's own included; 0: all
+    const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of RMS norms; null: no norm
+    int64_t window;  // visible positions, the query's own included; 0: all
 };
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, inner;
-    float eps, scale;  // of the norms; of the scores
+    float eps;    // of the norms
+    float scale;  // of the attention scores
 };
 
-struct Slots {  // a cache, or the rows of it that this pass concerns
-    float *keys, *values;  // of layer 0, row 0; [.., R, K, slot, h]
-    int64_t layer, row, head, slot;  // strides, in floats
+struct KVCache {                     // the cache's rows from this pass's first one on
+    float *keys, *values;            // of layer 0; [layer, R, K, slot, h]
+    int64_t layer, row, head, slot;  // strides in floats
 };
 
 struct Pass {
     int64_t rows, queries, nodes;  // R, Q, T
-    const int64_t* length;         // [R] committed slots, all of them visible
+    const int64_t* length;         // [R] committed slots, all visible
     const int64_t* position;       // [R, Q]
-    const uint8_t* visible;        // [R, Q, T]: which of the nodes behind the committed slots; the new nodes are the last Q
-    const uint8_t* near;           // the same for layers with a window
-    const float *cosine, *sine;    // [position, h]
-    int64_t most;                  // more than the slots that a query may see, by 32 or more
-    float *normed, *qkv, *context, *inner, *scores;  // room for (M, and threads x min(M, FEW)) D, M x ((H + 2K) h, H h, inner), and threads x PAIRS x most
+    // [R, Q, T]: visible nodes among those behind the committed slots; the new nodes are the last Q
+    const uint8_t* visible;
+    const uint8_t* visible_in_window;  // [R, Q, T]: the same for layers with a window
+    const float *cosine, *sine;        // [position, h]
+    int64_t score_stride;  // floats of a query's scores: at least 32 more than its visible slots
+    // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x (H + 2K) h; M x H h; M x inner;
+    // and threads x MAX_PAIRS x score_stride floats.
+    float *normed, *qkv, *context, *inner, *scores;
     int64_t threads;
 };

@@ -1,367 +1,463 @@
-// Products of a few rows of x with a panel: the weights of 32 outputs.
+// Products of a few rows of x with one panel of a packed matrix: the weights of 32 outputs.
 //
-// A panel is [input][32] for float and int8_t. bfloat16 stands in pairs of inputs, [input / 2][32][2]: a pair becomes two floats with one
-// operation each or, where x is rounded to bfloat16 as well, is multiplied as it stands by a pair of x. Where the machine adds up products
-// of bytes (VNNI), int8 stands in quads, [input / 4][32][4], and x is taken apart into digits of eight bits, three unless fewer were asked
-// for: sums of whole numbers have no rounding at all, and four inputs are worth one instruction for each digit, where floats take one for
-// each input. int4 stands in groups of 32 inputs, each of them 4 x [32][4] bytes, which hold a quad in their lower and the next one in their
-// upper halves, and then the 32 outputs' scales in bfloat16.
+// Layouts of a panel:
+//     float32, int8    [input][32]; weights become floats, one multiply-add each
+//     bfloat16         [input / 2][32][2], two inputs side by side; a shift or a mask makes floats
+//                      of them, or, with x rounded to bfloat16 too, vdpbf16ps multiplies pairs
+//     int8 for VNNI    [input / 4][32][4], four inputs side by side for vpdpbusd
+//     int4             groups of 32 inputs: 4 x [32][4] bytes, with four inputs in the low nibbles
+//                      and the next four in the high ones, then 32 scales in bfloat16
 //
-// How exact three digits are: x is taken to within 2^-23 of its row's largest, which is at most sqrt(K) times the root mean square of its K
-// numbers, and nothing else is lost. Measured against float64, products lose less than by floats in order (1.3e-7 against 3.5e-7 of
-// themselves, K = 384). Where one number of a row is far above the others and its weights are far below theirs, floats lose less.
+// For VNNI and int4, x is quantised per row and split into limbs: 8-bit digits to base 256, three
+// of them unless fewer were asked for. The sums of products are integers and have no rounding at
+// all; one vpdpbusd handles four inputs of one limb.
+//
+// Accuracy of three limbs: x is exact to within 2^-23 of its row's largest value, which is at most
+// sqrt(K) times the root mean square of its K values, and nothing else is lost. Against float64 the
+// relative error is smaller than with floats summed in order (1.3e-7 against 3.5e-7, K = 384).
+// Floats are better only where one value of a row is far above the others and its weights far below
+// theirs.
 #pragma once
 
 #include "vectors.h"
 
-enum End : int { STORE, ADD, GATE };  // what is done with a linear layer's output: y = it, y += it, y = silu(first half) * second half
+// The last step of a linear layer with output v: y = v; y += v; y = silu(v's first half) * second
+// half.
+enum Epilogue : int { STORE, ADD, SWIGLU };
 
-struct Input {  // of a tile, from its first row on
+struct TileInput {   // the rows of x of a tile: floats, or quantised
     const float* x;  // [row][ldx]
     int64_t ldx;
-    const int8_t* digits;  // or [input / 4][row][digit, the least first][4]; or in bfloat16, [input / 2][row][2]
-    const float* step;     // [row] what one is worth
-    const int32_t* start;  // [group][row][digit] what their sums begin with; quads are one group
+    // [input / 4][row][limb, the least first][4]; in bfloat16 [input / 2][row][2]
+    const int8_t* limbs;
+    const float* x_scale;  // [row] value of one unit
+    // [group][row][limb] initial sums: minus zero_point * (sum of x); VNNI has one group
+    const int32_t* initial;
 };
 
-struct Ahead {  // what is fetched meanwhile: of the panel that comes next, the part that falls to this tile
-    const char* at;
-    int64_t step;
-    void fetch() {
-        __builtin_prefetch(at);
-        __builtin_prefetch(at + 64);
-        at += step;
+struct Prefetch {  // fetches this tile's share of the panel that is needed next
+    const char* address;
+    int64_t bytes;  // between two calls
+    void issue() {
+        __builtin_prefetch(address);
+        __builtin_prefetch(address + 64);
+        address += bytes;
     }
 };
 
-// A tile is never a part of what calls it: there compilers leave the sums of few rows in memory, which takes twice as long.
-#define APART static __attribute__((noinline))
+// Tiles are never inlined: compilers would spill the accumulators of small tiles, which takes twice
+// as long.
+#define NOINLINE static __attribute__((noinline))
 
-constexpr int64_t GROUP = 32, GROUP_BYTES = GROUP * PANEL / 2 + 2 * PANEL;  // inputs of int4 that share scales
+constexpr int64_t GROUP_SIZE = 32;  // inputs of int4 that share a scale
+constexpr int64_t GROUP_BYTES = GROUP_SIZE * PANEL / 2 + 2 * PANEL;
 
-template <int DIGITS>
-struct Quad { uint8_t byte; };  // a weight + 128; what it is multiplied by has so many digits
+// Types of weights beside float, int8_t and uint16_t (bfloat16), which multiply x in float32.
+// LIMBS: of x.
+template <int LIMBS>
+struct Int8Vnni {
+    uint8_t byte;  // weight + 128
+};
 
-template <int DIGITS>
-struct Nibbles { uint8_t byte; };  // two weights + 8, likewise; and scales
+template <int LIMBS>
+struct Int4 {
+    uint8_t byte;  // two weights + 8
+};
 
-struct Half { uint16_t bits; };  // a weight in bfloat16; what it is multiplied by is rounded to that
+struct BFloat16Dot {
+    uint16_t bits;  // bfloat16, as x is then
+};
 
 template <class W>
-struct Form {  // width: bytes that a number of x takes; 0: it stays a float
-    static constexpr int rows = TILE, digits = 0, width = 0, zero = 0, step = sizeof(W) == 1 ? PANEL : 128;  // step: bytes that are read at once
-    static int64_t group(int64_t inputs) { return inputs; }
-    static int64_t bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }  // of a panel
+struct PanelFormat {
+    // at most: the accumulators must fit into registers
+    static constexpr int tile_rows = TILE_ROWS;
+    static constexpr int limbs = 0;
+    static constexpr int x_bytes = 0;  // of a prepared value of x; 0: x stays float32
+    static constexpr int zero_point = 0;
+    static constexpr int read_bytes = sizeof(W) == 1 ? PANEL : 128;  // of the panel, in one step
+    static int64_t group_size(int64_t inputs) { return inputs; }
+    static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }
 };
-template <int DIGITS>
-struct Form<Quad<DIGITS>> : Form<uint8_t> {
-    static constexpr int rows = 12 / DIGITS, digits = DIGITS, width = DIGITS, zero = 128, step = 128;  // 24 sums, 2 weights and a digit in 32 registers
+template <int LIMBS>
+struct PanelFormat<Int8Vnni<LIMBS>> : PanelFormat<uint8_t> {
+    // 24 accumulators, 2 weights and a limb in 32 registers
+    static constexpr int tile_rows = 12 / LIMBS;
+    static constexpr int limbs = LIMBS, x_bytes = LIMBS, zero_point = 128, read_bytes = 128;
 };
 template <>
-struct Form<Half> : Form<uint16_t> {
-    static constexpr int width = 2;
+struct PanelFormat<BFloat16Dot> : PanelFormat<uint16_t> {
+    static constexpr int x_bytes = 2;
 };
-template <int DIGITS>
-struct Form<Nibbles<DIGITS>> {
-    static constexpr int rows = 12 / (DIGITS + 1), digits = DIGITS, width = DIGITS, zero = 8, step = GROUP_BYTES / 4;  // beside the sums as many floats as a digit has sums
-    static int64_t group(int64_t) { return GROUP; }
-    static int64_t bytes(int64_t inputs) { return inputs / GROUP * GROUP_BYTES; }
+template <int LIMBS>
+struct PanelFormat<Int4<LIMBS>> {
+    // a row has float accumulators beside those of its limbs
+    static constexpr int tile_rows = 12 / (LIMBS + 1);
+    static constexpr int limbs = LIMBS, x_bytes = LIMBS, zero_point = 8;
+    static constexpr int read_bytes = GROUP_BYTES / 4;
+    static int64_t group_size(int64_t) { return GROUP_SIZE; }
+    static int64_t panel_bytes(int64_t inputs) { return inputs / GROUP_SIZE * GROUP_BYTES; }
 };
 
-constexpr int64_t BLOCK = 128, LEAST = 32, NEAR_ROWS = 3 << 18;  // rows whose x stays near while all panels pass: at most, at least, and their bytes
-constexpr int64_t SETS = 512;             // floats after which lines fall on the same places of the nearest cache, which holds few of them
-constexpr int64_t NEAR = 4096;            // bytes ahead, of a panel that is read only once
+// Rows of x that pass all panels together, so that their prepared values stay in the L2 cache.
+constexpr int64_t MAX_BLOCK_ROWS = 128, MIN_BLOCK_ROWS = 32, BLOCK_BYTES = 3 << 18;
+// floats after which lines fall into the same sets of the L1 cache
+constexpr int64_t CACHE_SET_STRIDE = 512;
+// distance of prefetches within a panel that is read only once
+constexpr int64_t PREFETCH_BYTES = 4096;
 
-static inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+static inline FloatVec silu(FloatVec x) { return x / (1.0f + exp_vec(-x)); }
 
-static inline void finish(Floats first, Floats second, const float* scale, const float* bias, float* y, End end) {
-    Floats a[2] = {first, second};
-    for (int half = 0; half < 2; half++)  // one operation in every tile: a compiler that joined a product and a sum in some of them would change bits
-        a[half] = fma(a[half], scale ? load(scale + half * LANES) : all(1), bias ? load(bias + half * LANES) : Floats{});
-    if (end == GATE) {
+static inline void apply_epilogue(FloatVec first, FloatVec second, const float* scale,
+                                  const float* bias, float* y, Epilogue epilogue) {
+    FloatVec a[2] = {first, second};
+    // explicit fma: compilers that contract a * b + c in some tiles only would change bits
+    for (int half = 0; half < 2; half++)
+        a[half] = fma(a[half], scale ? load(scale + half * LANES) : broadcast(1),
+                      bias ? load(bias + half * LANES) : FloatVec{});
+    if (epilogue == SWIGLU) {
         store(y, silu(a[0]) * a[1]);
     } else {
-        store(y, end == ADD ? load(y) + a[0] : a[0]);
-        store(y + LANES, end == ADD ? load(y + LANES) + a[1] : a[1]);
+        store(y, epilogue == ADD ? load(y) + a[0] : a[0]);
+        store(y + LANES, epilogue == ADD ? load(y + LANES) + a[1] : a[1]);
     }
 }
 
 template <int ROWS>
-static inline void add(Floats (&a)[ROWS][2], Floats first, Floats second, const float* x, int64_t ldx) {
+static inline void accumulate(FloatVec (&a)[ROWS][2], FloatVec first, FloatVec second,
+                              const float* x, int64_t ldx) {
     for (int m = 0; m < ROWS; m++) {
-        Floats b = all(x[m * ldx]);
+        FloatVec b = broadcast(x[m * ldx]);
         a[m][0] = fma(b, first, a[m][0]);
         a[m][1] = fma(b, second, a[m][1]);
     }
 }
 
 template <int ROWS, class W>
-APART void tile(const Input& in, const W* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
-    Floats a[ROWS][2] = {};
+NOINLINE void multiply_tile(const TileInput& in, const W* w, int64_t inputs, Prefetch prefetch,
+                            const float* scale, const float* bias, float* y, int64_t ldy,
+                            Epilogue epilogue) {
+    FloatVec a[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL) {
-        ahead.fetch();
-        add<ROWS>(a, load(w), load(w + LANES), in.x + k, in.ldx);
+        prefetch.issue();
+        accumulate<ROWS>(a, load(w), load(w + LANES), in.x + k, in.ldx);
     }
-    for (int m = 0; m < ROWS; m++) finish(a[m][0], a[m][1], scale, bias, y + m * ldy, end);
+    for (int m = 0; m < ROWS; m++)
+        apply_epilogue(a[m][0], a[m][1], scale, bias, y + m * ldy, epilogue);
 }
 
 template <int ROWS>
-APART void tile(const Input& in, const uint16_t* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
-    Floats a[ROWS][2] = {};
+NOINLINE void multiply_tile(const TileInput& in, const uint16_t* w, int64_t inputs,
+                            Prefetch prefetch, const float* scale, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
+    FloatVec a[ROWS][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-        Ints first, second;
+        IntVec first, second;
         std::memcpy(&first, w, sizeof first);
         std::memcpy(&second, w + PANEL, sizeof second);
-        ahead.fetch();
-        add<ROWS>(a, (Floats)(first << 16), (Floats)(second << 16), in.x + k, in.ldx);
-        add<ROWS>(a, (Floats)(first & -65536), (Floats)(second & -65536), in.x + k + 1, in.ldx);
+        prefetch.issue();
+        accumulate<ROWS>(a, (FloatVec)(first << 16), (FloatVec)(second << 16), in.x + k, in.ldx);
+        accumulate<ROWS>(a, (FloatVec)(first & -65536), (FloatVec)(second & -65536), in.x + k + 1,
+                         in.ldx);
     }
-    for (int m = 0; m < ROWS; m++) finish(a[m][0], a[m][1], scale, bias, y + m * ldy, end);
+    for (int m = 0; m < ROWS; m++)
+        apply_epilogue(a[m][0], a[m][1], scale, bias, y + m * ldy, epilogue);
 }
 
 #if defined(__AVX512VNNI__)
-constexpr bool QUADS_HERE = true;
+constexpr bool HAS_VNNI = true;
 
-// a + the sums of four products of bytes each: w without a sign, x with one. (Compilers spill the sums when they see an intrinsic.)
-static inline void dot(__m512i& a, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(w), "v"(x)); }
+// a += the sums of four products of bytes each, w unsigned and x signed. Compilers spill the
+// accumulators of the intrinsic.
+static inline void dot_bytes(__m512i& a, __m512i w, __m512i x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(w), "v"(x));
+}
 
-template <int ROWS, int DIGITS>
-APART void tile(const Input& in, const Quad<DIGITS>* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
-    __m512i a[ROWS * DIGITS][2];
-    const int8_t* digits = in.digits;
+template <int ROWS, int LIMBS>
+NOINLINE void multiply_tile(const TileInput& in, const Int8Vnni<LIMBS>* w, int64_t inputs,
+                            Prefetch prefetch, const float* scale, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
+    __m512i a[ROWS * LIMBS][2];
+    const int8_t* limbs = in.limbs;
 #pragma GCC unroll 12
-    for (int i = 0; i < ROWS * DIGITS; i++) a[i][0] = a[i][1] = _mm512_set1_epi32(in.start[i]);
-    for (int64_t k = 0; k < inputs; k += 4, w += 4 * PANEL, digits += 4 * ROWS * DIGITS) {
+    for (int i = 0; i < ROWS * LIMBS; i++) a[i][0] = a[i][1] = _mm512_set1_epi32(in.initial[i]);
+    for (int64_t k = 0; k < inputs; k += 4, w += 4 * PANEL, limbs += 4 * ROWS * LIMBS) {
         __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + 2 * PANEL);
-        ahead.fetch();
+        prefetch.issue();
 #pragma GCC unroll 12
-        for (int i = 0; i < ROWS * DIGITS; i++) {
-            int32_t four;
-            std::memcpy(&four, digits + 4 * i, sizeof four);
-            __m512i x = _mm512_set1_epi32(four);
-            dot(a[i][0], first, x);
-            dot(a[i][1], second, x);
+        for (int i = 0; i < ROWS * LIMBS; i++) {
+            int32_t quadruple;
+            std::memcpy(&quadruple, limbs + 4 * i, sizeof quadruple);
+            __m512i x = _mm512_set1_epi32(quadruple);
+            dot_bytes(a[i][0], first, x);
+            dot_bytes(a[i][1], second, x);
         }
     }
-    Floats sums[ROWS * DIGITS][2];  // written here alone: sums that are looked up by a variable would stay in memory throughout
+    // a copy: accumulators with a variable index would stay in memory throughout
+    FloatVec sums[ROWS * LIMBS][2];
 #pragma GCC unroll 12
-    for (int i = 0; i < ROWS * DIGITS; i++) sums[i][0] = (Floats)_mm512_cvtepi32_ps(a[i][0]), sums[i][1] = (Floats)_mm512_cvtepi32_ps(a[i][1]);
+    for (int i = 0; i < ROWS * LIMBS; i++)
+        sums[i][0] = (FloatVec)_mm512_cvtepi32_ps(a[i][0]),
+        sums[i][1] = (FloatVec)_mm512_cvtepi32_ps(a[i][1]);
     for (int m = 0; m < ROWS; m++) {
-        Floats whole[2] = {};
+        FloatVec whole[2] = {};
         for (int half = 0; half < 2; half++) {
-            for (int d = DIGITS - 1; d >= 0; d--) whole[half] = fma(whole[half], all(256), sums[m * DIGITS + d][half]);
-            whole[half] *= in.step[m];
+            for (int d = LIMBS - 1; d >= 0; d--)
+                whole[half] = fma(whole[half], broadcast(256), sums[m * LIMBS + d][half]);
+            whole[half] *= in.x_scale[m];
         }
-        finish(whole[0], whole[1], scale, bias, y + m * ldy, end);
+        apply_epilogue(whole[0], whole[1], scale, bias, y + m * ldy, epilogue);
     }
 }
 
-template <int ROWS, int DIGITS>
-APART void tile(const Input& in, const Nibbles<DIGITS>* w, int64_t inputs, Ahead ahead, const float*, const float* bias, float* y, int64_t ldy, End end) {
-    Floats sums[ROWS][2] = {};
-    const uint8_t* at = (const uint8_t*)w;
-    const int8_t* digits = in.digits;
-    const int32_t* start = in.start;
+template <int ROWS, int LIMBS>
+NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t inputs,
+                            Prefetch prefetch, const float*, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
+    FloatVec sums[ROWS][2] = {};
+    const uint8_t* group = (const uint8_t*)w;
+    const int8_t* limbs = in.limbs;
+    const int32_t* initial = in.initial;
     const __m512i low = _mm512_set1_epi32(0x0f0f0f0f);
-    for (int64_t k = 0; k < inputs; k += GROUP, at += GROUP_BYTES, start += ROWS * DIGITS) {
-        __m512i a[ROWS * DIGITS][2];
+    for (int64_t k = 0; k < inputs;
+         k += GROUP_SIZE, group += GROUP_BYTES, initial += ROWS * LIMBS) {
+        __m512i a[ROWS * LIMBS][2];
 #pragma GCC unroll 12
-        for (int i = 0; i < ROWS * DIGITS; i++) a[i][0] = a[i][1] = _mm512_set1_epi32(start[i]);
+        for (int i = 0; i < ROWS * LIMBS; i++) a[i][0] = a[i][1] = _mm512_set1_epi32(initial[i]);
         for (int pair = 0; pair < 4; pair++) {
-            __m512i first = _mm512_loadu_si512(at + pair * 128), second = _mm512_loadu_si512(at + pair * 128 + 64);
-            ahead.fetch();
+            __m512i first = _mm512_loadu_si512(group + pair * 128),
+                    second = _mm512_loadu_si512(group + pair * 128 + 64);
+            prefetch.issue();
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; half++, digits += 4 * ROWS * DIGITS) {
-                const __m512i left = _mm512_and_si512(first, low), right = _mm512_and_si512(second, low);
+            for (int half = 0; half < 2; half++, limbs += 4 * ROWS * LIMBS) {
+                const __m512i left = _mm512_and_si512(first, low),
+                              right = _mm512_and_si512(second, low);
 #pragma GCC unroll 12
-                for (int i = 0; i < ROWS * DIGITS; i++) {
-                    int32_t four;
-                    std::memcpy(&four, digits + 4 * i, sizeof four);
-                    __m512i x = _mm512_set1_epi32(four);
-                    dot(a[i][0], left, x);
-                    dot(a[i][1], right, x);
+                for (int i = 0; i < ROWS * LIMBS; i++) {
+                    int32_t quadruple;
+                    std::memcpy(&quadruple, limbs + 4 * i, sizeof quadruple);
+                    __m512i x = _mm512_set1_epi32(quadruple);
+                    dot_bytes(a[i][0], left, x);
+                    dot_bytes(a[i][1], right, x);
                 }
                 first = _mm512_srli_epi32(first, 4), second = _mm512_srli_epi32(second, 4);
             }
         }
-        Floats scale[2];
+        FloatVec scale[2];
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++)
-            scale[half] = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(at + 512 + half * 32))), 16);
+            scale[half] = (FloatVec)_mm512_slli_epi32(
+                _mm512_cvtepu16_epi32(
+                    _mm256_loadu_si256((const __m256i*)(group + 512 + half * 32))),
+                16);
 #pragma GCC unroll 6
         for (int m = 0; m < ROWS; m++) {
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
-                Floats whole = (Floats)_mm512_cvtepi32_ps(a[m * DIGITS + DIGITS - 1][half]);
+                FloatVec whole = (FloatVec)_mm512_cvtepi32_ps(a[m * LIMBS + LIMBS - 1][half]);
 #pragma GCC unroll 2
-                for (int d = DIGITS - 2; d >= 0; d--) whole = fma(whole, all(256), (Floats)_mm512_cvtepi32_ps(a[m * DIGITS + d][half]));
+                for (int d = LIMBS - 2; d >= 0; d--)
+                    whole = fma(whole, broadcast(256),
+                                (FloatVec)_mm512_cvtepi32_ps(a[m * LIMBS + d][half]));
                 sums[m][half] = fma(whole, scale[half], sums[m][half]);
             }
         }
     }
-    Floats found[ROWS][2];
+    FloatVec scaled[ROWS][2];
 #pragma GCC unroll 6
-    for (int m = 0; m < ROWS; m++) found[m][0] = sums[m][0] * in.step[m], found[m][1] = sums[m][1] * in.step[m];
-    for (int m = 0; m < ROWS; m++) finish(found[m][0], found[m][1], nullptr, bias, y + m * ldy, end);
+    for (int m = 0; m < ROWS; m++)
+        scaled[m][0] = sums[m][0] * in.x_scale[m], scaled[m][1] = sums[m][1] * in.x_scale[m];
+    for (int m = 0; m < ROWS; m++)
+        apply_epilogue(scaled[m][0], scaled[m][1], nullptr, bias, y + m * ldy, epilogue);
 }
 
-// The largest whose digits are bytes; of three, less by more than rounding adds: 127 * (65536 + 256 + 1) - 127.
-template <int DIGITS>
-constexpr float most_of = DIGITS == 1 ? 127 : DIGITS == 2 ? 127 * 257 : 8355584;
+// The largest integer whose limbs fit into signed bytes; for three limbs with a margin for
+// rounding: 127 * (65536 + 256 + 1) - 127.
+template <int LIMBS>
+constexpr float largest_quantized = LIMBS == 1   ? 127
+                                    : LIMBS == 2 ? 127 * 257
+                                                 : 8355584;
 
-// The digits of a row [K], K a multiple of 16, every four of them `rows` fours after the last; and of each group what takes `zero` off its
-// weights. What is not finite makes `step` NaN.
-template <int DIGITS>
-static void take_apart(const float* x, int64_t K, int64_t group, int zero, int64_t rows, int8_t* digits, float* step, int32_t* start) {
-    constexpr float MOST = most_of<DIGITS>;
-    Floats most = all(1e-30f), broken = {};
+// Quantise a row [K], K a multiple of 16, and split it into limbs; consecutive quadruples of inputs
+// are `rows` quadruples apart. initial: for each group, what cancels the weights' zero point.
+// Values that are not finite make x_scale NaN.
+template <int LIMBS>
+static void split_into_limbs(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
+                             int8_t* limbs, float* x_scale, int32_t* initial) {
+    constexpr float LARGEST = largest_quantized<LIMBS>;
+    FloatVec largest = broadcast(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
-        most = (Floats)_mm512_max_ps((__m512)most, _mm512_abs_ps((__m512)load(x + k)));
-        broken = fma(load(x + k), Floats{}, broken);
+        largest = (FloatVec)_mm512_max_ps((__m512)largest, _mm512_abs_ps((__m512)load(x + k)));
+        broken = fma(load(x + k), FloatVec{}, broken);
     }
-    const float top = _mm512_reduce_max_ps((__m512)most);
-    *step = top / MOST + sum(broken);
-    __m512i sums[DIGITS] = {};
+    const float top = _mm512_reduce_max_ps((__m512)largest);
+    *x_scale = top / LARGEST + horizontal_sum(broken);
+    __m512i sums[LIMBS] = {};
     for (int64_t k = 0; k < K; k += LANES) {
-        __m512i rest = _mm512_cvtps_epi32((__m512)(load(x + k) * (MOST / top)));
-        for (int d = 0; d < DIGITS; d++) {
+        __m512i rest = _mm512_cvtps_epi32((__m512)(load(x + k) * (LARGEST / top)));
+        for (int d = 0; d < LIMBS; d++) {
             __m128i bytes = _mm512_cvtepi32_epi8(rest);
-            __m512i digit = _mm512_cvtepi8_epi32(bytes);
-            sums[d] = _mm512_add_epi32(sums[d], digit);
-            rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, digit), 8);
-            int32_t fours[4];
-            _mm_storeu_si128((__m128i*)fours, bytes);
-            for (int q = 0; q < 4; q++) std::memcpy(digits + (((k / 4 + q) * rows) * DIGITS + d) * 4, fours + q, 4);
+            __m512i limb = _mm512_cvtepi8_epi32(bytes);
+            sums[d] = _mm512_add_epi32(sums[d], limb);
+            rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, limb), 8);
+            int32_t quadruples[4];
+            _mm_storeu_si128((__m128i*)quadruples, bytes);
+            for (int q = 0; q < 4; q++)
+                std::memcpy(limbs + (((k / 4 + q) * rows) * LIMBS + d) * 4, quadruples + q, 4);
         }
         if ((k + LANES) % group == 0) {
-            for (int d = 0; d < DIGITS; d++) start[d] = -zero * _mm512_reduce_add_epi32(sums[d]), sums[d] = _mm512_setzero_si512();
-            start += rows * DIGITS;
+            for (int d = 0; d < LIMBS; d++)
+                initial[d] = -zero * _mm512_reduce_add_epi32(sums[d]),
+                sums[d] = _mm512_setzero_si512();
+            initial += rows * LIMBS;
         }
     }
 }
 #else
-constexpr bool QUADS_HERE = false;
+constexpr bool HAS_VNNI = false;
 
-template <int ROWS, int DIGITS>
-static void tile(const Input&, const Quad<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
-template <int ROWS, int DIGITS>
-static void tile(const Input&, const Nibbles<DIGITS>*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
-template <int DIGITS>
-static void take_apart(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*, int32_t*) {}
+template <int ROWS, int LIMBS>
+static void multiply_tile(const TileInput&, const Int8Vnni<LIMBS>*, int64_t, Prefetch, const float*,
+                          const float*, float*, int64_t, Epilogue) {}
+template <int ROWS, int LIMBS>
+static void multiply_tile(const TileInput&, const Int4<LIMBS>*, int64_t, Prefetch, const float*,
+                          const float*, float*, int64_t, Epilogue) {}
+template <int LIMBS>
+static void split_into_limbs(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*,
+                             int32_t*) {}
 #endif
 
 #if defined(__AVX512BF16__)
-constexpr bool HALVES_HERE = true;
+constexpr bool HAS_AVX512_BF16 = true;
 
 template <int ROWS>
-APART void tile(const Input& in, const Half* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+NOINLINE void multiply_tile(const TileInput& in, const BFloat16Dot* w, int64_t inputs,
+                            Prefetch prefetch, const float* scale, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
     __m512 a[ROWS][2];
-    const int8_t* pairs = in.digits;
+    const int8_t* pairs = in.limbs;
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, pairs += 4 * ROWS) {
         const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + PANEL);
-        ahead.fetch();
+        prefetch.issue();
 #pragma GCC unroll 12
         for (int m = 0; m < ROWS; m++) {
-            int32_t two;
-            std::memcpy(&two, pairs + 4 * m, sizeof two);
-            const __m512i x = _mm512_set1_epi32(two);
-            asm("vdpbf16ps %2, %1, %0" : "+v"(a[m][0]) : "v"(first), "v"(x));  // as `dot`
+            int32_t pair;
+            std::memcpy(&pair, pairs + 4 * m, sizeof pair);
+            const __m512i x = _mm512_set1_epi32(pair);
+            asm("vdpbf16ps %2, %1, %0" : "+v"(a[m][0]) : "v"(first), "v"(x));  // see dot_bytes
             asm("vdpbf16ps %2, %1, %0" : "+v"(a[m][1]) : "v"(second), "v"(x));
         }
     }
-    Floats sums[ROWS][2];
+    FloatVec sums[ROWS][2];
 #pragma GCC unroll 12
-    for (int m = 0; m < ROWS; m++) sums[m][0] = (Floats)a[m][0], sums[m][1] = (Floats)a[m][1];
-    for (int m = 0; m < ROWS; m++) finish(sums[m][0], sums[m][1], scale, bias, y + m * ldy, end);
+    for (int m = 0; m < ROWS; m++) sums[m][0] = (FloatVec)a[m][0], sums[m][1] = (FloatVec)a[m][1];
+    for (int m = 0; m < ROWS; m++)
+        apply_epilogue(sums[m][0], sums[m][1], scale, bias, y + m * ldy, epilogue);
 }
 
-// A row [K], K a multiple of 16, in bfloat16, every two of them `rows` twos after the last.
-static void round_off(const float* x, int64_t K, int64_t rows, int8_t* pairs) {
+// Round a row [K], K a multiple of 16, to bfloat16; consecutive pairs of inputs are `rows` pairs
+// apart.
+static void round_to_bf16(const float* x, int64_t K, int64_t rows, int8_t* pairs) {
     for (int64_t k = 0; k < K; k += LANES) {
-        int32_t twos[LANES / 2];
-        _mm256_storeu_si256((__m256i*)twos, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
-        for (int i = 0; i < LANES / 2; i++) std::memcpy(pairs + (k / 2 + i) * rows * 4, twos + i, 4);
+        int32_t rounded[LANES / 2];
+        _mm256_storeu_si256((__m256i*)rounded, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
+        for (int i = 0; i < LANES / 2; i++)
+            std::memcpy(pairs + (k / 2 + i) * rows * 4, rounded + i, 4);
     }
 }
 #else
-constexpr bool HALVES_HERE = false;
+constexpr bool HAS_AVX512_BF16 = false;
 
 template <int ROWS>
-static void tile(const Input&, const Half*, int64_t, Ahead, const float*, const float*, float*, int64_t, End) {}
-static void round_off(const float*, int64_t, int64_t, int8_t*) {}
+static void multiply_tile(const TileInput&, const BFloat16Dot*, int64_t, Prefetch, const float*,
+                          const float*, float*, int64_t, Epilogue) {}
+static void round_to_bf16(const float*, int64_t, int64_t, int8_t*) {}
 #endif
 
+// The tile with as many rows as there are, 1 to ROWS.
 template <class W, int ROWS>
-static void tiles(int64_t rows, const Input& in, const W* w, int64_t inputs, Ahead ahead, const float* scale, const float* bias, float* y, int64_t ldy, End end) {
+static void multiply_rows(int64_t rows, const TileInput& in, const W* w, int64_t inputs,
+                          Prefetch prefetch, const float* scale, const float* bias, float* y,
+                          int64_t ldy, Epilogue epilogue) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return tiles<W, ROWS - 1>(rows, in, w, inputs, ahead, scale, bias, y, ldy, end);
-    tile<ROWS>(in, w, inputs, ahead, scale, bias, y, ldy, end);
+        if (rows < ROWS)
+            return multiply_rows<W, ROWS - 1>(rows, in, w, inputs, prefetch, scale, bias, y, ldy,
+                                              epilogue);
+    multiply_tile<ROWS>(in, w, inputs, prefetch, scale, bias, y, ldy, epilogue);
 }
 
-// Rows of x as a panel's tiles read them: taken apart, or copied where there are no digits.
-struct Rows {
-    std::vector<float> copy;  // [row][inputs + LANES]
+// Rows of x as the tiles read them: quantised, or copied where they stay floats.
+struct PreparedRows {
+    std::vector<float> copy;    // [row][inputs + LANES]
     std::vector<int8_t> bytes;  // tile by tile
-    std::vector<float> step;
-    std::vector<int32_t> start;
+    std::vector<float> x_scale;
+    std::vector<int32_t> initial;
 
     template <class F>
-    Input from(int64_t m, int64_t K) const {
-        if (F::width) return {nullptr, 0, bytes.data() + m * K * F::width, step.data() + m, start.data() + m * F::digits * (K / F::group(K))};
+    TileInput from(int64_t m, int64_t K) const {  // from row m on
+        if (F::x_bytes)
+            return {nullptr, 0, bytes.data() + m * K * F::x_bytes, x_scale.data() + m,
+                    initial.data() + m * F::limbs * (K / F::group_size(K))};
         return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
     }
 
     template <class F>
-    void fit(int64_t M, int64_t K) {
-        const int64_t starts = M * F::digits * (K / F::group(K));
-        if (!F::width) {
+    void reserve(int64_t M, int64_t K) {
+        const int64_t sums = M * F::limbs * (K / F::group_size(K));
+        if (!F::x_bytes) {
             if ((int64_t)copy.size() < M * (K + LANES)) copy.resize(M * (K + LANES));
             return;
         }
-        if ((int64_t)bytes.size() < M * K * F::width) bytes.resize(M * K * F::width);
-        if ((int64_t)step.size() < M) step.resize(M);
-        if ((int64_t)start.size() < starts) start.resize(starts);
+        if ((int64_t)bytes.size() < M * K * F::x_bytes) bytes.resize(M * K * F::x_bytes);
+        if ((int64_t)x_scale.size() < M) x_scale.resize(M);
+        if ((int64_t)initial.size() < sums) initial.resize(sums);
     }
 
     template <class F>
-    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t count) {
-        const int64_t first = tile * M / count, rows = (tile + 1) * M / count - first, group = F::group(K);
-        int8_t* own = bytes.data() + first * K * F::width;
+    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t tiles) {
+        const int64_t first = tile * M / tiles, rows = (tile + 1) * M / tiles - first,
+                      group = F::group_size(K);
+        int8_t* to = bytes.data() + first * K * F::x_bytes;
         for (int64_t m = first; m < first + rows; m++) {
-            if constexpr (F::digits > 0)
-                take_apart<F::digits>(
-                    x + m * ldx, K, group, F::zero, rows, own + (m - first) * 4 * F::digits, &step[m], &start[(first * (K / group) + m - first) * F::digits]);
-            else if constexpr (F::width > 0) round_off(x + m * ldx, K, rows, own + (m - first) * 4);
+            if constexpr (F::limbs > 0)
+                split_into_limbs<F::limbs>(x + m * ldx, K, group, F::zero_point, rows,
+                                           to + (m - first) * 4 * F::limbs, &x_scale[m],
+                                           &initial[(first * (K / group) + m - first) * F::limbs]);
+            else if constexpr (F::x_bytes > 0)
+                round_to_bf16(x + m * ldx, K, rows, to + (m - first) * 4);
             else std::memcpy(copy.data() + m * (K + LANES), x + m * ldx, K * sizeof(float));
         }
     }
 };
 
-// M rows made ready in `count` pieces: few by every thread for itself, many by all of them together.
-template <class Made, class Fit, class Fill>
-static Made* made_ready(int64_t M, int64_t count, Fit fit, Fill fill) {
-    static thread_local Made own;
-    Made* made = &own;
-    if (M <= FEW) {
-        fit(*made);
-        for (int64_t i = 0; i < count; i++) fill(*made, i);
-        return made;
+// Prepare M rows in `count` parts. Of few rows every thread makes its own copy, which is faster
+// than waiting for the others; many rows are shared work.
+template <class Prepared, class Reserve, class Fill>
+static Prepared* prepare_rows(int64_t M, int64_t count, Reserve reserve, Fill fill) {
+    static thread_local Prepared own;
+    Prepared* prepared = &own;
+    if (M <= SMALL_BATCH) {
+        reserve(*prepared);
+        for (int64_t i = 0; i < count; i++) fill(*prepared, i);
+        return prepared;
     }
-#pragma omp single copyprivate(made)
+#pragma omp single copyprivate(prepared)
     {
-        made = &own;
-        fit(*made);
+        prepared = &own;
+        reserve(*prepared);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) fill(*made, i);
-    return made;
+    for (int64_t i = 0; i < count; i++) fill(*prepared, i);
+    return prepared;
 }
 
-// x [M, K] made so for `count` tiles.
+// x [M, K], prepared for `tiles` tiles.
 template <class F>
-static const Rows* rows_of(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t count) {
-    return made_ready<Rows>(
-        M, count, [&](Rows& made) { made.fit<F>(M, K); }, [&](Rows& made, int64_t i) { made.fill<F>(x, ldx, M, K, i, count); });
+static const PreparedRows* prepared_rows(const float* x, int64_t ldx, int64_t M, int64_t K,
+                                         int64_t tiles) {
+    return prepare_rows<PreparedRows>(
+        M, tiles, [&](PreparedRows& rows) { rows.reserve<F>(M, K); },
+        [&](PreparedRows& rows, int64_t i) { rows.fill<F>(x, ldx, M, K, i, tiles); });
 }

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from eyas import kernels
 
+COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "tests"
+(COMPILED / "eyas" / "kernels" / "failure.json").unlink(missing_ok=True)  # there may be a compiler now
+os.environ["XDG_CACHE_HOME"] = str(COMPILED)  # while tests are collected: some of them ask for the kernels then
 CPU_SECONDS = 300  # of the test's own process; `timeout` in pyproject.toml ends a test that hangs
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels are compiled once for all sessions, then copied: no test waits for the compiler, or sees its message."""
+    folder = tmp_path_factory.mktemp("cache")
+    if kernels.available():
+        (folder / "eyas" / "kernels").mkdir(mode=0o700, parents=True)
+        for file in (COMPILED / "eyas" / "kernels").glob("cpu-*"):
+            shutil.copy2(file, folder / "eyas" / "kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        kernels.available()  # compiled now: no test waits for it, or sees its message
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
 
 

@@ -1,15 +1,15 @@
-"""The whole pipeline at T > 0: what the Decoder emits follows the target's law, for drawn and chosen trees and plain decoding.
+"""The whole pipeline at T > 0: the Decoder's tokens follow the target's distribution, for sampled and chosen trees and plain decoding.
 
-Two statistics per method, over many requests with seeds 0, 1, 2, ... in one big batch, both chi-square:
+Two statistics per method, over many requests with seeds 0, 1, 2, ... in one large batch, both chi-square:
 
-    first    the first two tokens after one prompt, against their law from full forwards: cells of fixed probability
-    pooled   every emitted token, by its rank in its own law p (all methods) or by its rank in p - q (drawn trees: a draft that is followed
+    first    the first two tokens after one prompt, against their distribution from full forwards: cells of fixed probability
+    pooled   every emitted token, by its rank in its own p (all methods) or by its rank in p - q (sampled trees: a draft that is followed
              too often, or avoided, shows here): observed minus expected counts, a martingale, over its covariance
 
 False alarm: 4e-6 each for a right implementation, under 1e-4 over the 20 of this file; seeded, so only a change of the generator rolls
 the dice again. Power: with 99 %, `pooled` finds a bias that points the same way at every token when it is 0.042 in total variation (9,000
-tokens of one sampling, 7 degrees of freedom; half as many tokens for chosen trees: 0.06), `first` one of 0.17 in the law of two tokens
-(600 requests, 8 degrees). Enumeration in test_verify.py has no such limit.
+tokens of one sampling, 7 degrees of freedom; half as many tokens for chosen trees: 0.06), `first` one of 0.17 in the distribution of two
+tokens (600 requests, 8 degrees). Enumeration in core/test_verify.py has no such limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from reference import plain_decode, run
 VOCAB = 8
 PROMPT = (1, 5, 3, 6)
 ODDS = 4e-6
-LAWS: list[dict[str, Any]] = [
+SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 3, "repetition_penalty": 1.2},
     {"temperature": 1.6, "min_p": 0.02},
 ]
@@ -66,19 +66,19 @@ METHODS: dict[str, tuple[str, object]] = {
 }
 
 
-def true_laws(tokens_RT: Tensor, sampling: Sampling) -> Tensor:
-    """float64 [R, T - prompt, V]: the law of every new token, from one forward over whole sequences."""
+def true_distributions(tokens_RT: Tensor, sampling: Sampling) -> Tensor:
+    """float64 [R, T - prompt, V]: p of every new token, from one forward over whole sequences."""
     logits_RTV = target().model(tokens_RT, use_cache=False).logits
     seen_RTV = torch.nn.functional.one_hot(tokens_RT, VOCAB).cumsum(1) > 0
     scores = apply_sampling(logits_RTV.flatten(0, 1), sampling, seen_RTV.flatten(0, 1)).view_as(logits_RTV)
     return scores[:, len(PROMPT) - 1 : -1].double().softmax(-1)
 
 
-def first_is_lawful(tokens_RT: Tensor, sampling: Sampling) -> float:
-    """Chi-square of the first two new tokens; cells that expect less than 6 are united. Returns the p-value."""
+def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
+    """p-value of the chi-square of the first two new tokens; cells that expect less than 6 are united."""
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     start = torch.tensor([PROMPT]).expand(len(pairs), -1)
-    p_XTV = true_laws(torch.cat([start, pairs], 1), sampling)
+    p_XTV = true_distributions(torch.cat([start, pairs], 1), sampling)
     expected_X = len(tokens_RT) * p_XTV[torch.arange(len(pairs)), 0, pairs[:, 0]] * p_XTV[torch.arange(len(pairs)), 1, pairs[:, 1]]
     first_R = tokens_RT[:, len(PROMPT)] * VOCAB + tokens_RT[:, len(PROMPT) + 1]
     observed_X = torch.bincount(first_R, minlength=len(pairs)).double()
@@ -93,24 +93,24 @@ def first_is_lawful(tokens_RT: Tensor, sampling: Sampling) -> float:
     return float(stats.chisquare(observed, expected, sum_check=False).pvalue)
 
 
-def pooled_is_lawful(p_XV: Tensor, key_XV: Tensor, token_X: Tensor) -> float:
-    """p-value of the ranks that the tokens have by their keys; the keys may depend on all that was known before the token."""
+def pooled_p_value(p_XV: Tensor, key_XV: Tensor, token_X: Tensor) -> float:
+    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known before the token."""
     order_XV = key_XV.argsort(-1, descending=True)
     ranked_XV = p_XV.gather(1, order_XV)
     hit_XV = (order_XV == token_X[:, None]).double()
     excess_V = (hit_XV - ranked_XV).sum(0)
     covariance_VV = torch.diag(ranked_XV.sum(0)) - ranked_XV.T @ ranked_XV
-    busy_V = covariance_VV.diagonal() > 10  # ranks that hardly ever occur say nothing
-    value_Y, vector_VY = torch.linalg.eigh(covariance_VV[busy_V][:, busy_V])
+    frequent_V = covariance_VV.diagonal() > 10  # ranks that hardly ever occur say nothing
+    value_Y, vector_VY = torch.linalg.eigh(covariance_VV[frequent_V][:, frequent_V])
     real_Y = value_Y > 1e-6 * value_Y.max()  # ranks that always sum to one leave a direction without variance
-    squares_Y = (excess_V[busy_V] @ vector_VY)[real_Y] ** 2 / value_Y[real_Y]
+    squares_Y = (excess_V[frequent_V] @ vector_VY)[real_Y] ** 2 / value_Y[real_Y]
     return float(stats.chi2.sf(float(squares_Y.sum()), int(real_Y.sum())))
 
 
-def drafted_laws(steps: list[Step], row_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a drawn tree had a law q at the node that emitted a token: which row, which new token, q."""
+def draft_distributions(steps: list[Step], row_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a sampled tree had a q at the node that emitted a token: row, index of the new token, q."""
     done: dict[int, int] = {}
-    rows, places, laws = [], [], []
+    rows, indices, distributions = [], [], []
     for step in steps:
         at = done.get(step.request, 0)
         done[step.request] = at + len(step.tokens)
@@ -119,67 +119,67 @@ def drafted_laws(steps: list[Step], row_of: dict[int, int]) -> tuple[Tensor, Ten
                 q_V = step.draft.q_BNV[step.row, node]
                 if q_V.any():
                     rows.append(row_of[step.request])
-                    places.append(at + i)
-                    laws.append(q_V)
-    return torch.tensor(rows), torch.tensor(places), torch.stack(laws).double() if laws else torch.zeros(0, VOCAB)
+                    indices.append(at + i)
+                    distributions.append(q_V)
+    q_XV = torch.stack(distributions).double() if distributions else torch.zeros(0, VOCAB)
+    return torch.tensor(rows), torch.tensor(indices), q_XV
 
 
-def check_lawful(name: str, folder: Path, requests: int, new: int = 18) -> dict[str, float]:
+def check_distribution(name: str, folder: Path, requests: int, new: int = 18) -> dict[str, float]:
     """p-values of every statistic of one method; asserts that none is below the odds."""
-    own, tree = METHODS[name]
-    decoder = Decoder(target(), method(own, tree, folder), rows=requests)
-    which = [seed % len(LAWS) for seed in range(requests)]
-    tokens, steps = run(decoder, [Request(PROMPT, new, Sampling(seed=seed, **LAWS[k])) for seed, k in enumerate(which)])
+    method_name, tree = METHODS[name]
+    decoder = Decoder(target(), method(method_name, tree, folder), rows=requests)
+    which = [seed % len(SAMPLINGS) for seed in range(requests)]
+    tokens, steps = run(decoder, [Request(PROMPT, new, Sampling(seed=seed, **SAMPLINGS[k])) for seed, k in enumerate(which)])
     assert {len(t) for t in tokens} == {new}
     if name != "vanilla":
         assert sum(s.accepted for s in steps) > requests * new / 10, "hardly anything was accepted: the test tests little"
-    found: dict[str, float] = {}
-    p_all, q_all, token_all, token_drawn, difference = [], [], [], [], []
-    for k, options in enumerate(LAWS):
-        mine = [seed for seed in range(requests) if which[seed] == k]
-        tokens_RT = torch.tensor([[*PROMPT, *tokens[seed]] for seed in mine])
-        found[f"first, law {k}"] = first_is_lawful(tokens_RT, Sampling(**options))
-        p_RTV = true_laws(tokens_RT, Sampling(**options))
+    p_values: dict[str, float] = {}
+    p_all, q_all, token_all, token_sampled, difference = [], [], [], [], []
+    for k, options in enumerate(SAMPLINGS):
+        seeds = [seed for seed in range(requests) if which[seed] == k]
+        tokens_RT = torch.tensor([[*PROMPT, *tokens[seed]] for seed in seeds])
+        p_values[f"first, sampling {k}"] = first_tokens_p_value(tokens_RT, Sampling(**options))
+        p_RTV = true_distributions(tokens_RT, Sampling(**options))
         new_RT = tokens_RT[:, len(PROMPT) :]
         assert (p_RTV.gather(2, new_RT[..., None]) > 0).all(), "a token that the sampling drops"
         p_all.append(p_RTV.flatten(0, 1))
         token_all.append(new_RT.flatten())
-        row_X, place_X, q_XV = drafted_laws(steps, {seed + 1: i for i, seed in enumerate(mine)})
+        row_X, index_X, q_XV = draft_distributions(steps, {seed + 1: i for i, seed in enumerate(seeds)})
         if len(q_XV):
-            q_all.append(p_RTV[row_X, place_X])
-            difference.append(p_RTV[row_X, place_X] - q_XV)
-            token_drawn.append(new_RT[row_X, place_X])
+            q_all.append(p_RTV[row_X, index_X])
+            difference.append(p_RTV[row_X, index_X] - q_XV)
+            token_sampled.append(new_RT[row_X, index_X])
     for k, p_XV in enumerate(p_all):
-        found[f"pooled by p, law {k}"] = pooled_is_lawful(p_XV, p_XV, token_all[k])
+        p_values[f"pooled by p, sampling {k}"] = pooled_p_value(p_XV, p_XV, token_all[k])
     for k, p_XV in enumerate(q_all):
-        found[f"pooled by p - q, law {k}"] = pooled_is_lawful(p_XV, difference[k], token_drawn[k])
-    assert len(q_all) == (len(LAWS) if own == "eagle1" else 0), "which trees are drawn?"
-    for statistic, value in found.items():
-        assert value > ODDS, f"{name}: {statistic}: p-value {value:.1e}: {found}"
-    return found
+        p_values[f"pooled by p - q, sampling {k}"] = pooled_p_value(p_XV, difference[k], token_sampled[k])
+    assert len(q_all) == (len(SAMPLINGS) if method_name == "eagle1" else 0), "which trees are sampled?"
+    for statistic, value in p_values.items():
+        assert value > ODDS, f"{name}: {statistic}: p-value {value:.1e}: {p_values}"
+    return p_values
 
 
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
-def test_the_pipeline_is_lawful(name: str, tmp_path: Path) -> None:
-    """Guards the law of what the Decoder emits, at two laws in one batch. Odds and power are in the file's docstring; 20 statistics."""
-    check_lawful(name, tmp_path, requests=1200 if name.startswith("eagle1") else 600)
+def test_the_pipeline_keeps_the_distribution(name: str, tmp_path: Path) -> None:
+    """Guards the distribution of the tokens, for two samplings in one batch. Odds and power are in the file's docstring; 20 statistics."""
+    check_distribution(name, tmp_path, requests=1200 if name.startswith("eagle1") else 600)
 
 
 def check_ids(name: str, folder: Path) -> None:
-    """Rows of many laws and ages in one batch: each returns what a plain loop with its seed returns."""
-    laws = [*LAWS, {"temperature": 0.4, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 2.0}, {"temperature": 2.5}]
-    requests = [Request((6, 1, 1, 6)[: 1 + i % 4], 9, Sampling(seed=70 + i // 2, **laws[i % len(laws)])) for i in range(12)]
-    own, tree = METHODS[name]
-    tokens, steps = run(Decoder(target(), method(own, tree, folder), rows=5), requests)
+    """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed returns."""
+    samplings = [*SAMPLINGS, {"temperature": 0.4, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 2.0}, {"temperature": 2.5}]
+    requests = [Request((6, 1, 1, 6)[: 1 + i % 4], 9, Sampling(seed=70 + i // 2, **samplings[i % len(samplings)])) for i in range(12)]
+    tokens, steps = run(Decoder(target(), method(*METHODS[name], folder), rows=5), requests)
     assert [plain_decode(target().model, r) for r in requests] == tokens, "other ids than plain decoding"
     assert name == "vanilla" or any(s.accepted for s in steps)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_chosen_trees_return_the_ids_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    """Guards "same seed, same ids" across laws and ages in one batch. A near-tie within float32 would differ: odds 1e-4, seeded."""
+    """Guards "same seed, same ids" across samplings and ages in one batch. A near-tie within float32 would differ: odds 1e-4, seeded."""
     check_ids(name, tmp_path)
 
 

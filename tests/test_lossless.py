@@ -1,4 +1,4 @@
-"""Losslessness, over every family with an oracle and every method of the folder.
+"""Losslessness: every model family with a drafter that knows the answers, and every method of the folder.
 
 In float32 the token ids equal those of a plain loop over full forwards (tests/reference.py): greedily, and sampled with the same seed.
 """
@@ -37,36 +37,35 @@ def model(family: str) -> PreTrainedModel:
 
 
 @cache
-def requests(family: str, count: int, laws: tuple[Sampling, ...]) -> tuple[tuple[Request, tuple[int, ...]], ...]:
-    """Prompts of different lengths with what a plain loop answers."""
-    dice, vocab = random.Random(family), model(family).config.get_text_config().vocab_size
+def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> tuple[tuple[Request, tuple[int, ...]], ...]:
+    """Requests of different lengths, each with the new tokens of plain decoding."""
+    rng, vocab = random.Random(family), model(family).config.get_text_config().vocab_size
     lengths = (5, 23, 40, 3, 17, 31, 1, 12)
-    made = [Request(tuple(dice.randrange(vocab) for _ in range(lengths[i])), NEW - i, laws[i % len(laws)]) for i in range(count)]
+    made = [Request(tuple(rng.randrange(vocab) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)]) for i in range(count)]
     return tuple((r, tuple(plain_decode(model(family), r))) for r in made)
 
 
-def check(family: str, drafter: Drafter, rows: int, pairs: tuple[tuple[Request, tuple[int, ...]], ...]) -> float:
-    """Equal ids; returns tau."""
-    tokens, steps = run(Decoder(drafter.target, drafter, rows), [r for r, _ in pairs])
-    assert [tuple(t) for t in tokens] == [t for _, t in pairs]
+def check(family: str, drafter: Drafter, rows: int, answered: tuple[tuple[Request, tuple[int, ...]], ...]) -> float:
+    """Asserts equal ids; returns tau, the mean number of tokens per cycle."""
+    tokens, steps = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered])
+    assert [tuple(t) for t in tokens] == [t for _, t in answered]
     cycles = [s for s in steps if not s.prefill]
     return sum(len(s.tokens) for s in cycles) / len(cycles)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+QUICK = {"llama", "gemma2", "gpt2", "gpt_oss", "phi3"}  # each differs from the others in something
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.FAMILIES])
 def test_every_family_with_an_oracle(family: str) -> None:
-    """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. 5 requests share 3 rows, so rows join and
-    leave between cycles; the oracle makes long paths come true, so that ragged commits really happen."""
+    """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. Five requests share three rows, so rows
+    join and leave between cycles; the oracle's long paths are accepted, so that rows commit different numbers of nodes."""
     target = Target(model(family))
-    pairs = requests(family, 5, SAMPLINGS)
-    answers = {r.prompt: list(t) for r, t in pairs}
+    answered = requests(family, 5, SAMPLINGS)
+    answers = {r.prompt: list(t) for r, t in answered}
     for nodes, depth, seed in ((12, 5, 0), (20, 3, 1), (7, 6, 2)):
-        tau = check(family, Oracle(target, answers, nodes, depth, seed), 3, pairs)
+        tau = check(family, Oracle(target, answers, nodes, depth, seed), 3, answered)
         assert tau > 2, "the oracle's paths must be accepted, or this test proves little"
-
-
-def methods() -> list[str]:
-    return [n for n in drafters.names()]
 
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
@@ -84,50 +83,60 @@ OPTIONS = {
 }
 
 
-DRAWN = {"eagle1", "self_speculative", "small_model"}  # as configured here: sampled rows draw their children
+# With these options their children are sampled from q where the row is sampled: other tokens than plain decoding, of the same distribution.
+DRAWN = {"eagle1", "self_speculative", "small_model"}
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:
-    """The method with random weights and, if it has them, these options."""
+    """The method with random weights, and these options or those of OPTIONS."""
     kind = drafters.find(name)
     return kind.random(target, build_options(kind.Options, options or OPTIONS.get(name, {})), seed=1)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method(name: str) -> None:
+    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the thorough one."""
+    drafter, answered = make(name, Target(model("llama"))), requests("llama", 3, SAMPLINGS)
+    tokens, _ = run(Decoder(drafter.target, drafter, 2), [r for r, _ in answered])
+    for (request, expected), new in zip(answered, tokens, strict=True):
+        if request.sampling.greedy or name not in DRAWN:
+            assert tuple(new) == expected, f"{request.sampling}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", drafters.names())
 def test_every_method_at_every_batch_size(name: str, family: str) -> None:
-    """Guards each method's sessions: rows of different ages at B = 1, 2, 3, 8. Greedy rows equal the plain loop for every method; sampled
-    rows equal it for chosen trees, and their own single run for drawn ones."""
+    """Guards each method's sessions: rows of different ages, 1, 2, 3 and 8 at a time. Greedy rows equal plain decoding for every method;
+    sampled rows equal it where children are chosen; where they are sampled, rows equal what they are alone."""
     drafter = make(name, Target(model(family)))
-    pairs = requests(family, 8, SAMPLINGS)
-    alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in pairs]
-    for (request, expected), got in zip(pairs, alone, strict=True):
+    answered = requests(family, 8, SAMPLINGS)
+    alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in answered]
+    for (request, expected), got in zip(answered, alone, strict=True):
         if request.sampling.greedy or name not in DRAWN:
             assert tuple(got) == expected, f"{request.sampling}"
     for rows in (2, 3, 8):
-        tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in pairs])
+        tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered])
         assert tokens == alone, f"{rows} rows"
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
-    """Guards commits of a real head at depth: with the feature handed through (fc = [0, 1], layer = 0) the draft repeats the last law, so
-    on a greedy loop whole paths are accepted; ids stay those of the plain loop."""
+    """Guards commits of a real head at depth: where the net hands the feature through (fc = [0, 1], layer = 0) the draft repeats the last
+    distribution, so whole paths are accepted where greedy text repeats itself; ids stay those of plain decoding."""
     target = Target(model("llama"))
     if name in ("eagle3", "seagle"):
         kind = drafters.find(name)
-        drafter = kind.init_for_training(
-            target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"})
-        )  # which is what `fresh` does
+        drafter = kind.init_for_training(target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))  # does just that
     else:
         drafter = make(name, target)
         with torch.no_grad():
             for weight in drafter.net.parameters():
                 weight.zero_()
             drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
-    pairs = requests("llama", 8, SAMPLINGS)
-    tokens, steps = run(Decoder(target, drafter, 3), [r for r, _ in pairs])
-    for (request, expected), got in zip(pairs, tokens, strict=True):
+    answered = requests("llama", 8, SAMPLINGS)
+    tokens, steps = run(Decoder(target, drafter, 3), [r for r, _ in answered])
+    for (request, expected), got in zip(answered, tokens, strict=True):
         if request.sampling.greedy or name not in DRAWN:
             assert tuple(got) == expected
     assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
@@ -155,9 +164,9 @@ def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     options = build_options(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})
     drafter = kind.init_for_training(target, options, 1, counts)
     assert drafter.draft_ids_v.tolist() == [10 + 11 * i for i in range(vocabulary)]
-    pairs = requests("llama", 4, SAMPLINGS)
-    check("llama", drafter, 2, pairs)
-    trees = [s.draft for s in run(Decoder(target, drafter), [pairs[0][0]])[1] if s.draft is not None]
+    answered = requests("llama", 4, SAMPLINGS)
+    check("llama", drafter, 2, answered)
+    trees = [s.draft for s in run(Decoder(target, drafter), [answered[0][0]])[1] if s.draft is not None]
     assert {int(t) for draft in trees for t in draft.tokens_BN[0, 1:]} <= set(drafter.draft_ids_v.tolist())
 
 

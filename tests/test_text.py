@@ -171,6 +171,7 @@ def ids_of(draw: st.DrawFn, name: str) -> list[int]:
 # --- incremental detokenising ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.data(), KINDS)
 def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
@@ -336,6 +337,7 @@ def stopped(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str,
     return len(ids), out + watcher.flush(), None
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.data(), KINDS)
 def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:

@@ -1,13 +1,13 @@
 """Tiny random models, one per family, for every test that needs a target.
 
-A model here is float32, in eval mode, and the same in every run: its weights come from a seed. They are drawn wider than
-Hugging Face draws them, so that the next-token laws have clear winners and differ from prefix to prefix; weights that would
-be all ones or zeros (norms, biases, sinks) are moved too, because a forgotten bias of zero is a bug that no test would see.
-Sliding windows are 16, shorter than the sequences that tests run; the context is 512.
+A model here is float32, in eval mode, and the same in every run: its weights come from a seed. They are larger than those that
+Hugging Face initialises with, so that next-token distributions have clear winners and differ from prefix to prefix; weights that
+would be all ones or zeros (norms, biases, sinks) are changed too, because no test would see a bias that is forgotten while it is zero.
+Sliding windows are 16 tokens, shorter than the sequences of the tests; the context is 512.
 
-    FAMILIES    what eyas serves
+    FAMILIES    model types that eyas serves
     SWITCHING   served up to the length at which their rotary frequencies change
-    REFUSED     what eyas refuses: their state cannot be rolled back
+    REFUSED     refused, because their state cannot be rolled back
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HIDDEN = 48
 GAIN = 1.3
 SWITCH = 64  # positions at which the models of SWITCHING change their frequencies
 
-# What nearly every configuration of Hugging Face understands.
+# Options of nearly every configuration of transformers.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -67,25 +67,25 @@ def _family(model_type: str, *, eager: bool = False, seed: int = 0, **options: A
 
 
 def tiny(model_type: str, *, eager: bool = False, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A small random model of this type; `options` go over the common configuration."""
+    """A small random model of this type; `options` override the common configuration."""
     known = _fields(model_type)
     config = AutoConfig.for_model(model_type, **{k: v for k, v in COMMON.items() if k in known} | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa")
-        _draw(model, seed)
+        _initialise(model, seed)
     return model.eval()
 
 
 def _fields(model_type: str) -> set[str]:
-    """The options of a configuration class (by its own names or by those that it maps to its own)."""
+    """The options of a configuration class, by its own names and by those that it maps to them."""
     config = AutoConfig.for_model(model_type)
     return set(config.to_dict()) | set(type(config).attribute_map)
 
 
 @torch.no_grad()
-def _draw(model: PreTrainedModel, seed: int) -> None:
-    """Matrices of one gain, so that a layer matters as much as what it is added to; vectors moved a little from where they are."""
+def _initialise(model: PreTrainedModel, seed: int) -> None:
+    """Matrices of one gain, so that a layer matters as much as the residual stream; vectors changed a little from their initial values."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -62,6 +62,7 @@ def grown(shape: Shape, law: Sampling) -> Draft:
         return session.draft(roots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [Shape(4, 3, 3), Shape(12, 5, 4), Shape(64, 4, 2)])
 def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law: Sampling) -> None:

@@ -74,6 +74,7 @@ def head(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or refused."""
     config, rng, read = json.loads((head / "config.json").read_text()), random.Random(17), 0

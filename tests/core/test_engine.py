@@ -87,23 +87,23 @@ def test_prefix_reuse(target: Target, name: str) -> None:
     method = kind.random(target, seed=3)
     decoder = Decoder(target, method, rows=1, reuse=True)
     first = Request(PROMPT, 20)
-    said = list(PROMPT) + run(decoder, [first])[0][0]
-    for cut in (len(said), len(said) - 1, len(PROMPT) + 3, len(PROMPT), 2, 1, 0):
-        prompt = (*said[:cut], 60, 61, 62)
+    conversation = list(PROMPT) + run(decoder, [first])[0][0]
+    for cut in (len(conversation), len(conversation) - 1, len(PROMPT) + 3, len(PROMPT), 2, 1, 0):
+        prompt = (*conversation[:cut], 60, 61, 62)
         assert run(decoder, [Request(prompt, 15)])[0][0] == plain_decode(target.model, Request(prompt, 15)), cut
         run(decoder, [first])  # leave the same leftovers behind
-    assert run(decoder, [Request(tuple(said), 5)])[0][0] == plain_decode(target.model, Request(tuple(said), 5))
-    assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == said[len(PROMPT) :]
+    assert run(decoder, [Request(tuple(conversation), 5)])[0][0] == plain_decode(target.model, Request(tuple(conversation), 5))
+    assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == conversation[len(PROMPT) :]
 
 
 def test_reuse_saves_the_work(target: Target) -> None:
     """Guards that reuse happens at all: a second turn forwards only what is new."""
     method = drafters.find("eagle2").random(target, seed=3)
     decoder = Decoder(target, method, rows=1, reuse=True)
-    said = list(range(100)) + run(decoder, [Request(tuple(range(100)), 20)])[0][0]
+    conversation = list(range(100)) + run(decoder, [Request(tuple(range(100)), 20)])[0][0]
     widths: list[int] = []
     hook = target.model.model.embed_tokens.register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
-    decoder.add(Request((*said, 7, 8, 9), 1))
+    decoder.add(Request((*conversation, 7, 8, 9), 1))
     decoder.step()
     hook.remove()
     assert widths[0] < 20, widths

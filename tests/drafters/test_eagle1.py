@@ -58,6 +58,7 @@ def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -
         known.append(out_SD[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize(("method", "options", "law"), [("eagle1", {}, Sampling(1.0, seed=3)), ("eagle2", WIDE, Sampling())])
@@ -124,6 +125,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS[1:])
 @pytest.mark.parametrize(("method", "options"), SHAPES, ids=str)
 def test_same_text_as_plain_decoding(

@@ -48,6 +48,7 @@ def duplicates_slots(case: dict[str, Any], context: int) -> bool:
     return bool(case.get("enable_seagle")) and case["window_size"] < context < case["window_size"] + case["sink_size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_decoding(method: str, case: dict[str, Any]) -> None:
     """Guards pairing, positions, tree growth, rerank and windows: tokens, accepted lengths, trees, masks and positions exactly."""
@@ -78,6 +79,7 @@ def read_at_once(drafter: Drafter, features_NF: torch.Tensor, ids_N: torch.Tenso
     return drafter.net.training_time_test(features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_hidden_states(method: str, case: dict[str, Any]) -> None:
     """Guards the net's arithmetic: every draft forward of the first cycle gives the reference's hidden states to 1e-4; the first call,

@@ -47,6 +47,7 @@ def in_other_words(growth: Growth, ids_v: Tensor) -> Growth:
     return replace(growth, head=lambda hidden: growth.head(hidden)[..., ids_v], draft_ids_v=ids_v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:

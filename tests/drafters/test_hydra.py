@@ -48,6 +48,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
 def test_same_text_as_plain_decoding(target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:

@@ -70,6 +70,7 @@ def test_a_view_is_the_model_without_those_parts(family: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("skip", ["2", "1a,2m", "exit:2"])
 def test_the_text_is_the_target_s(skip: str, family: str) -> None:

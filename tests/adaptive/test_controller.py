@@ -1,288 +1,187 @@
-"""The governor, on machines that are made up: their clock is an argument, so nothing here depends on this one's."""
+"""The controller on simulated machines: seconds are made up, so nothing here depends on this machine's clock."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from curves import LIMIT, curve, drafted
-from eyas.adaptive import controller as governor
-from eyas.adaptive.controller import AdaptiveController
+from curves import LIMIT, curve
+from eyas.adaptive import AdaptiveController
+from eyas.adaptive.controller import EXPLORE, SETTLE
 from eyas.adaptive.cost import Costs
-from eyas.core.engine import Decision, Policy, Step
-from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.tree import Draft, Tree
-from eyas.drafters import CycleInput, Shape
+from eyas.core.drafter import Decision, Shape
+from eyas.core.sampling import Sampling
+from simulated import FALLBACK, FLAT, Course, FixedPolicy, SimulatedMachine, controller, cycle_of
 
-GREEDY, OWN = Sampling(), Shape(8, 3, 2)
-FLAT = curve(0.02, 0.05)  # large trees pay, if the head is any good
+STEEP, MIDDLE, DEAR_DRAFT = curve(0.2, 0.1), curve(0.1, 0.05), curve(0.05, 0.4)
 
 
-def roots_of(rows: int = 1, law: Sampling = GREEDY) -> CycleInput:
-    laws, some_B = (law,) * rows, torch.zeros(rows, dtype=torch.long)
-    return CycleInput(some_B, some_B, some_B == 0, laws, GumbelNoise.of(laws), 0, active_rows=tuple(range(rows)))
+def useless(t: int) -> float:
+    return 0.0
 
 
-@cache
-def tree_of(seed: int, shape: Shape) -> tuple[list[int], list[float], Draft]:
-    parents, values = drafted(seed, shape)
-    tree = Tree.build(torch.tensor([parents]), shape.depth)
-    return parents, values, Draft(tree, torch.zeros_like(tree.parents_BN), value_BN=torch.tensor([values]))
+def half(t: int) -> float:
+    return 0.55
 
 
-Share = Callable[[int], float]
-SPARE: Any = object()  # which drafts chains of 8, by `Machine`
-GUESSES = Draft(Tree.chain(1, 9), torch.zeros(1, 9, dtype=torch.long))
-NO_GUESS = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
+@pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -> None:
+    """Bug: a head that is never right slows decoding down. 3,000 cycles, the trials at the beginning included."""
+    machine = SimulatedMachine(costs, skill=useless).run(controller(costs, grows=grows), 3000)
+    assert machine.speedup() > 0.97
+    assert machine.speedup(500) > 0.98
+    assert machine.share("plain") > 0.95
+    assert machine.share("draft", since=500) > 0, "it is never tried again"
 
 
-class Machine:
-    """Seconds by `costs`, times `pace` of the cycle's number; a head whose confidences are right to the share `skill` of that number.
-
-    Text that a spare has a guess about in the share `found` of cycles, each token of which is right with the chance `right`.
-    """
-
-    def __init__(
-        self,
-        costs: Costs = FLAT,
-        skill: Share = lambda t: 1.0,
-        pace: Share = lambda t: 1.0,
-        rows: int = 1,
-        found: Share = lambda t: 1.0,
-        right: Share = lambda t: 0.0,
-    ) -> None:
-        self.found, self.right = found, right
-        self.costs, self.skill, self.pace, self.rows, self.dice = costs, skill, pace, rows, random.Random(0)
-        self.decisions: list[Decision] = []
-        self.tokens, self.seconds = 0, 0.0
-        self.per_cycle: list[tuple[int, float]] = []
-
-    def run(self, policy: Any, cycles: int, own: Shape = OWN) -> Machine:
-        for _ in range(cycles):
-            t, decision = len(self.decisions), policy.decide(roots_of(self.rows))
-            self.decisions.append(decision)
-            shape = decision.shape or own
-            took = self.costs.plain(self.rows) if decision.plain else self.costs.cycle(shape, self.rows)
-            guessed = list[bool]()
-            if decision.fallback is not None:
-                guessed = [self.dice.random() < self.found(t) for _ in range(self.rows)]
-                took = self.costs.plain(9 * self.rows) if any(guessed) else self.costs.plain(self.rows)
-            took *= self.pace(t) * self.dice.uniform(0.97, 1.03)
-            steps = [self._step(row, decision, shape, took, t, guessed) for row in range(self.rows)]
-            policy.learn(steps)
-            tokens = sum(len(s.path) for s in steps)
-            self.per_cycle.append((tokens, took))
-            self.tokens, self.seconds = self.tokens + tokens, self.seconds + took
-        return self
-
-    def _step(self, row: int, decision: Decision, shape: Shape, took: float, t: int, guessed: list[bool]) -> Step:
-        if decision.plain:
-            return Step(0, (0,), 0, False, None, (0,), None, row, took, decision=decision)
-        if decision.fallback is not None:
-            length = 1
-            while guessed[row] and length < 9 and self.dice.random() < self.right(t):
-                length += 1
-            draft = GUESSES if any(guessed) else NO_GUESS
-            return Step(0, (0,), 0, False, None, tuple(range(length)), draft, row, took, decision=decision)
-        parents, values, draft = tree_of(self.dice.randrange(40), shape)
-        path = [0]
-        while True:
-            children = [n for n, parent in enumerate(parents) if parent == path[-1]]
-            chances = [self.skill(t) * float(np.exp(values[n] - values[path[-1]])) for n in children]
-            found = self.dice.choices([*children, -1], [*chances, max(1e-9, 1 - sum(chances))])[0]
-            if found < 0:
-                break
-            path.append(found)
-        one = Draft(draft.tree, draft.tokens_BN, value_BN=draft.value_BN) if row == 0 else draft
-        return Step(0, (0,), 0, False, None, tuple(path), one, 0, took, decision=decision)
-
-    def speedup(self, since: int = 0) -> float:
-        """Over plain decoding at the same paces."""
-        tokens = sum(n for n, _ in self.per_cycle[since:])
-        seconds = sum(s / self.pace(t + since) for t, (_, s) in enumerate(self.per_cycle[since:]))
-        return tokens / seconds * self.costs.plain(self.rows) / self.rows
-
-    def share_of_spare(self, since: int = 0) -> float:
-        return sum(d.fallback is not None for d in self.decisions[since:]) / len(self.decisions[since:])
-
-    def share_of_plain(self, since: int = 0) -> float:
-        return sum(bool(d.plain) for d in self.decisions[since:]) / len(self.decisions[since:])
+@pytest.mark.parametrize("guesses", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
+def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs: Costs, guesses: float) -> None:
+    """Bug: the trials of two arms together cost more than those of one may."""
+    machine = SimulatedMachine(costs, skill=useless, guesses=lambda t: guesses).run(controller(costs, FALLBACK), 3000)
+    assert machine.speedup() > 0.97
+    assert machine.share("fallback") > 0
 
 
-class Capturable(Policy):
-    def __init__(self, shape: Shape | None, fallback: Any = None) -> None:
-        self.decision = Decision(shape, fallback=fallback)
-
-    def decide(self, roots: CycleInput) -> Decision:
-        return self.decision
-
-    def learn(self, steps: Sequence[Step]) -> None:
-        pass
-
-
-def grown(costs: Costs = FLAT, fallback: Any = None) -> AdaptiveController:
-    return AdaptiveController(LIMIT, lambda: costs, fallback=fallback)
-
-
-@pytest.mark.parametrize("costs", [FLAT, curve(0.2, 0.1), curve(0.05, 0.4)])
-def test_a_useless_head_costs_next_to_nothing(costs: Costs) -> None:
-    """Bug: a head that is never right slows decoding down. 3,000 cycles; at most a twentieth is lost, the first answer of 128 included."""
-    for policy in (grown(costs), AdaptiveController()):
-        machine = Machine(costs, skill=lambda t: 0.0).run(policy, 3000)
-        assert machine.speedup() > 0.97
-        assert machine.speedup(500) > 0.975
-        assert machine.share_of_plain() > 0.95
-
-
-@pytest.mark.parametrize("found", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("costs", [FLAT, curve(0.2, 0.1), curve(0.05, 0.4)])
-def test_a_useless_head_and_a_useless_spare_cost_next_to_nothing(costs: Costs, found: float) -> None:
-    """Bug: the spare drafts on though it is never right, or is tried again so often that it eats what sleeping saves; or, where it has no
-    guess, is held to lose, though such cycles are plain ones."""
-    for policy in (grown(costs, SPARE), AdaptiveController(fallback=SPARE)):
-        machine = Machine(costs, skill=lambda t: 0.0, found=lambda t: found).run(policy, 3000)
-        assert machine.speedup() > 0.97
-        assert machine.speedup(500) > 0.975
-        assert machine.share_of_spare() > 0
-    assert (machine.share_of_spare() > 0.5) == (found == 0.0) or 0.0 < found < 1.0
+def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
+    """Bug: what a waking head reads of the text that it missed is not paid for from the budget."""
+    cheap, dear = (
+        SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1)
+    )
+    assert dear.speedup() > 0.96
+    assert dear.share("draft", since=500) < 0.7 * cheap.share("draft", since=500)
 
 
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
-def test_a_spare_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
-    """Bug: a text that foretells itself is decoded plainly because the head foretells nothing of it; or the head is never tried again."""
-    world = {"skill": lambda t: 0.0, "found": lambda t: 0.6, "right": lambda t: 0.7, "rows": rows}
-    with_it = Machine(costs, **world).run(grown(costs, SPARE), 3000)
-    without = Machine(costs, **world).run(grown(costs), 3000)
-    always = Machine(costs, **world).run(Capturable(None, SPARE), 1000).speedup()
-    assert always > 1.2 > 1.01 > without.speedup()
-    assert with_it.speedup() > 0.95 * always
-    assert sum(d.awake for d in with_it.decisions[500:]) >= governor.SURE
+def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
+    """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head is never tried again."""
+    world = {"skill": useless, "guesses": lambda t: 0.6, "right": lambda t: 0.7, "rows": rows}
+    machine = SimulatedMachine(costs, **world).run(controller(costs, FALLBACK), 3000)
+    always = SimulatedMachine(costs, **world).run(FixedPolicy(None, FALLBACK), 1000).speedup()
+    assert always > 1.2
+    assert machine.speedup() > 0.95 * always
+    assert sum(decision.awake for decision in machine.decisions[500:]) >= 4
 
 
-def test_a_spare_that_turns_bad_and_good_again() -> None:
+def test_a_fallback_that_is_better_than_a_good_head() -> None:
+    """Bug: the fallback is only ever compared with plain decoding, so a head that pays hides it."""
+    world = {"right": lambda t: 0.9}
+    machine = SimulatedMachine(MIDDLE, **world).run(controller(MIDDLE, FALLBACK), 2000)
+    assert machine.speedup() > 0.9 * SimulatedMachine(MIDDLE, **world).run(FixedPolicy(None, FALLBACK), 500).speedup()
+
+
+def test_a_fallback_that_turns_bad_and_good_again() -> None:
     """Bugs: it drafts on; it is forgotten. Its guesses are right until cycle 1,000, and from 2,000 on."""
-    machine = Machine(skill=lambda t: 0.0, right=lambda t: 0.0 if 1000 <= t < 2000 else 0.7).run(grown(fallback=SPARE), 5000)
-    assert sum(d.fallback is not None for d in machine.decisions[1100:2000]) < 0.2 * 900
-    assert machine.speedup(4000) > 0.9 * Machine(right=lambda t: 0.7).run(Capturable(None, SPARE), 500).speedup()
+    right: Course = lambda t: 0.0 if 1000 <= t < 2000 else 0.7  # noqa: E731
+    machine = SimulatedMachine(skill=useless, right=right).run(controller(fallback=FALLBACK), 5000)
+    assert machine.share("fallback", 1100, 2000) < 0.2
+    always = SimulatedMachine(right=lambda t: 0.7).run(FixedPolicy(None, FALLBACK), 500)
+    assert machine.speedup(4000) > 0.9 * always.speedup()
 
 
-def test_a_head_is_held_to_what_there_is_without_it() -> None:
-    """Bugs: a head that is better than plain decoding drafts though the spare is better still; it sleeps on when the spare has become
-    worse; it is held to what the spare made long ago. The head is good from cycle 200 on, the spare better until 1,500, then useless."""
-    machine = Machine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0).run(grown(fallback=SPARE), 4000)
-    assert sum(d.fallback is not None for d in machine.decisions[300:1500]) > 0.8 * 1200
-    assert machine.speedup(1700) > 0.9 * Machine().run(grown(), 1500).speedup()
-
-
-@pytest.mark.parametrize(
-    "pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0, lambda t: 50.0 if t == 201 else 1.0]
-)
-def test_a_spare_is_compared_with_plain_decoding_of_the_same_hour(pace: Share) -> None:
-    """Bug: the machine becomes slower, fast or holds one cycle up, and the spare is sent away."""
-    machine = Machine(skill=lambda t: 0.0, right=lambda t: 0.7, pace=pace).run(grown(fallback=SPARE), 1000)
-    assert machine.share_of_spare(100) > 0.9
-    assert machine.speedup(100) > 1.5
+def test_the_head_is_compared_with_the_fallback_of_today() -> None:
+    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it once was. The head is good from
+    cycle 200 on; the fallback is better until 1,500, then useless."""
+    machine = SimulatedMachine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0)
+    machine.run(controller(fallback=FALLBACK), 4000)
+    assert machine.share("fallback", 300, 1500) > 0.8
+    assert machine.speedup(1700) > 0.9 * SimulatedMachine().run(controller(), 1500).speedup()
 
 
 @pytest.mark.parametrize("costs", [FLAT, curve(0.0, 0.02), curve(0.1, 0.05), curve(0.05, 0.2)])
 def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
-    """Bug: what is learnt leads to a worse tree than the best of a grid, or so much is measured that it eats the gain."""
+    """Bug: what is learnt leads to a worse tree than the best of a grid, or trials eat the gain."""
     grid = [Shape(n, d, b) for n in (4, 8, 16, 32) for d in (2, 3, 5) for b in (1, 2, 4) if d < n <= 1 + b + (d - 1) * b * b]
-    hand = max(Machine(costs).run(Capturable(shape), 400).speedup() for shape in grid)
-    machine = Machine(costs).run(grown(costs), 1500)
-    assert machine.speedup() > 0.95 * hand
-    assert machine.speedup(500) > 0.97 * hand
+    best = max(SimulatedMachine(costs).run(FixedPolicy(shape), 400).speedup() for shape in grid)
+    machine = SimulatedMachine(costs).run(controller(costs), 1500)
+    assert machine.speedup() > 0.95 * best
+    assert machine.speedup(500) > 0.96 * best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_head_that_pays_does_not_stay_dormant_by_bad_luck(seed: int) -> None:
+    """Bug: a few unlucky cycles decide for hundreds. With 4 seeds; of 300 cycles, the first ones of a text included."""
+    machine = SimulatedMachine(MIDDLE, seed=seed).run(controller(MIDDLE, FALLBACK), 300)
+    assert machine.share("draft") + machine.share("explore") > 0.9
 
 
 def test_it_returns_when_drafts_pay_again() -> None:
-    """Bug: once asleep, always asleep; or it goes on drafting what is refused. Useless from cycle 300 to 800 only."""
-    machine = Machine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(grown(), 4000)
-    assert machine.share_of_plain(0) < 0.5
-    bad = slice(330, 800)
-    assert sum(bool(d.plain) for d in machine.decisions[bad]) > 0.7 * 470
-    assert machine.speedup(3000) > 0.9 * Machine().run(grown(), 1000).speedup(500)
+    """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle 300 to 800 only."""
+    machine = SimulatedMachine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(controller(), 4000)
+    assert machine.share("plain") < 0.5
+    assert machine.share("plain", 350, 800) > 0.7
+    assert machine.speedup(3000) > 0.9 * SimulatedMachine().run(controller(), 1000).speedup(500)
 
 
-def test_naps_grow_and_end() -> None:
-    """Bug: attempts that come as often as ever eat what sleeping saves; or the next one never comes."""
-    machine = Machine(skill=lambda t: 0.0).run(grown(), 12_000)
-    naps, length = [], 0
-    for decision in machine.decisions:
-        if decision.why == "asleep":
-            length += 1
-        elif length:
-            naps.append(length)
-            length = 0
-    assert len(naps) >= 4
-    assert naps[0] >= governor.NAP
-    assert all(b >= min(2 * a, governor.LONGEST_NAP) for a, b in pairwise(naps))
-    assert max(naps) == governor.LONGEST_NAP
+def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
+    """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never comes."""
+    machine = SimulatedMachine(skill=useless).run(controller(), 12_000)
+    starts = [t for t, (one, two) in enumerate(pairwise(machine.decisions)) if two.awake and not one.awake]
+    waits = [b - a for a, b in pairwise(starts)]
+    assert len(waits) >= 4
+    assert waits[-1] > 2 * waits[0]
+    assert max(waits) < 4000
 
 
 @pytest.mark.parametrize("hiccup", [5, 40, 200, 201, 203])
 def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
-    """Bug: the machine holds one cycle up, and the head is sent to sleep, or a useless one is woken."""
-    machine = Machine(pace=lambda t: 50.0 if t == hiccup else 1.0).run(grown(), 600)
-    assert "asleep" not in {d.why for d in machine.decisions}
-    machine = Machine(skill=lambda t: 0.0, pace=lambda t: 50.0 if t == hiccup else 1.0).run(grown(), 600)
-    assert machine.share_of_plain() > 0.9
+    """Bug: the machine holds one cycle up, and a good head becomes dormant, or a useless one drafts."""
+    pace: Course = lambda t: 50.0 if t == hiccup else 1.0  # noqa: E731
+    assert SimulatedMachine(pace=pace).run(controller(), 600).share("plain") < 0.05
+    assert SimulatedMachine(skill=useless, pace=pace).run(controller(), 600).share("plain") > 0.85
 
 
-def test_a_machine_that_becomes_slow() -> None:
-    """Bug: drafted cycles of a slow hour are compared with plain ones of a fast one. Everything takes twice as long from cycle 250 on."""
-    for pace in (lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0):
-        machine = Machine(pace=pace).run(grown(), 900)
-        assert "asleep" not in {d.why for d in machine.decisions}
+@pytest.mark.parametrize("pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0])
+def test_a_machine_that_changes_its_speed(pace: Course) -> None:
+    """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes twice as long from 250 on, or half."""
+    assert SimulatedMachine(pace=pace).run(controller(), 900).share("plain") < 0.05
+    useless_head = SimulatedMachine(skill=useless, right=lambda t: 0.7, pace=pace).run(controller(fallback=FALLBACK), 1000)
+    assert useless_head.share("fallback", 100) > 0.9
 
 
-def test_a_smaller_tree_comes_before_sleep() -> None:
-    """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay, but it goes to sleep at once."""
+def test_a_smaller_tree_comes_before_none() -> None:
+    """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay, but the head becomes dormant."""
     costs = curve(0.12, 0.02)
-    machine = Machine(costs, skill=lambda t: 0.55).run(grown(costs), 1500)
-    hand = max(
-        Machine(costs, skill=lambda t: 0.55).run(Capturable(s), 500).speedup() for s in (Shape(2, 1, 1), Shape(3, 1, 2), Shape(4, 2, 2))
-    )
-    assert hand > 1.1
-    assert machine.speedup(300) > 0.95 * hand
-    used = Counter(d.shape for d in machine.decisions if d.shape)
+    machine = SimulatedMachine(costs, skill=half).run(controller(costs), 1500)
+    small = (Shape(2, 1, 1), Shape(3, 1, 2), Shape(4, 2, 2))
+    best = max(SimulatedMachine(costs, skill=half).run(FixedPolicy(shape), 500).speedup() for shape in small)
+    assert best > 1.1
+    assert machine.speedup(300) > 0.95 * best
+    used = Counter(decision.shape for decision in machine.decisions if decision.shape)
     assert used.most_common(1)[0][0].nodes <= 6
 
 
-def test_a_method_whose_tree_is_as_it_is() -> None:
-    """Bug: suffix and its like are not governed, or a tree's size is asked of them."""
-    good, bad = (Machine(skill=lambda t, skill=skill: skill).run(AdaptiveController(), 800) for skill in (1.0, 0.0))
-    assert good.share_of_plain() < 0.1
-    assert bad.share_of_plain() > 0.9
-    assert {d.shape for d in good.decisions + bad.decisions} == {None}
+def test_a_method_whose_trees_do_not_grow() -> None:
+    """Bug: suffix and its like are not controlled, or a tree's size is asked of them."""
+    good, bad = (SimulatedMachine(skill=lambda t, s=s: s).run(controller(grows=False), 800) for s in (1.0, 0.0))
+    assert good.share("plain") < 0.1
+    assert bad.share("plain") > 0.9
+    assert {decision.shape for decision in good.decisions + bad.decisions} == {None}
 
 
-def test_rows_are_judged_by_their_number() -> None:
-    """Bug: alone a cycle with eight rows would be judged by what one row takes. Here nodes are cheap for one row, and dear for eight."""
+def test_each_number_of_rows_is_judged_for_itself() -> None:
+    """Bug: a cycle with eight rows is judged by what one row takes. Here nodes are cheap for one row, and dear for eight."""
     nodes = (1, 2, 4, 8, 16, 32, 64)
     costs = Costs(256, nodes, (1.0, 1.0, 1.0, 1.0, 3.0, 6.0, 12.0), (1, 4), (0.05, 0.05), (0.05, 0.05), 0.0, 0.0)
-    policy = grown(costs)
-    alone = Machine(costs, skill=lambda t: 0.5).run(policy, 300)
-    many = Machine(costs, skill=lambda t: 0.5, rows=8).run(policy, 300)
-    assert alone.share_of_plain() < 0.1
-    assert many.share_of_plain(100) > 0.8
-    assert Machine(costs, skill=lambda t: 0.5).run(policy, 100).share_of_plain() < 0.2, "what was learnt of one row is forgotten"
+    policy = controller(costs)
+    one = SimulatedMachine(costs, skill=half).run(policy, 300)
+    many = SimulatedMachine(costs, skill=half, rows=8).run(policy, 300)
+    assert one.share("plain") < 0.1
+    assert many.share("plain", 100) > 0.8
+    again = SimulatedMachine(costs, skill=half).run(policy, 100)
+    assert again.share("plain") < 0.2, "what was learnt of one row is forgotten"
 
 
-def test_drawn_rows_are_left_alone() -> None:
-    """Bug: what a seed gives depends on the clock where children are drawn."""
-    policy = AdaptiveController(draws=True)
-    sampled, greedy = roots_of(2, Sampling(1.0)), roots_of(2)
-    assert policy.decide(sampled) == Decision(why="drawn")
-    assert policy.decide(greedy).plain == {0, 1}
-    assert AdaptiveController().decide(sampled).plain == {0, 1}
+def test_sampled_children_are_left_alone() -> None:
+    """Bug: what a seed gives depends on the clock where children are sampled."""
+    policy = AdaptiveController(samples_children=True)
+    assert policy.decide(cycle_of(2, Sampling(1.0))) == Decision(why="sampled children")
+    assert policy.decide(cycle_of(2)).plain == {0, 1}
+    assert AdaptiveController().decide(cycle_of(2, Sampling(1.0))).plain == {0, 1}
 
 
 def test_costs_are_asked_for_once_and_late() -> None:
@@ -295,14 +194,74 @@ def test_costs_are_asked_for_once_and_late() -> None:
 
     policy = AdaptiveController(LIMIT, costs)
     assert not asked
-    Machine().run(policy, 100)
-    Machine(rows=3).run(policy, 100)
+    SimulatedMachine().run(policy, 100)
+    SimulatedMachine(rows=3).run(policy, 100)
     assert asked == [1]
 
 
-def test_little_is_spent_on_knowing() -> None:
-    """Bug: a good head's cycles are given away to measuring and exploring."""
-    machine = Machine().run(grown(), 2000)
-    whys = Counter(d.why for d in machine.decisions[300:])
-    assert whys["measure"] <= 20
-    assert 1 <= whys["explore"] <= 15
+def test_larger_trees_are_explored_within_their_budget() -> None:
+    """Bugs: a good head's cycles are given away to larger trees; or a deeper tree is never tried, so the plan never learns of it."""
+    machine = SimulatedMachine().run(controller(), 2000)
+    further = [
+        FLAT.cycle(explored.shape) / FLAT.cycle(before.shape) - 1
+        for before, explored in pairwise(machine.decisions)
+        if explored.why == "explore" and before.shape is not None and explored.shape is not None
+    ]
+    assert len(further) >= 5
+    assert sum(further) < 1.5 * EXPLORE * 2000
+    assert machine.share("plain", 300) < 0.02
+
+
+def test_is_dormant_says_what_the_next_cycle_does() -> None:
+    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that stays dormant."""
+    policy = controller()
+    assert not policy.is_dormant(1), "nothing is known yet"
+    machine = SimulatedMachine(skill=useless)
+    for _ in range(200):
+        machine.run(policy, 1)
+        assert policy.is_dormant(1) == (not policy.decide(cycle_of()).awake)
+    assert policy.is_dormant(1)
+    assert not policy.is_dormant(4)
+
+
+def test_a_waking_head_starts_planning_afresh() -> None:
+    """Bug (a mutant that survived): what was counted before the head became dormant goes on, so that after a change of the text its
+    first trees are not learnt from, plans come late, and a larger tree is drafted at once, or not for a long time."""
+    machine, policy = SimulatedMachine(skill=lambda t: 0.0 if 400 <= t < 460 else 1.0), controller()
+    machine.run(policy, 400)
+    (state,) = policy._states.values()
+    assert state.drafted > 300
+    state.explore_debt = 5.0
+    while not policy.is_dormant(1):
+        machine.run(policy, 1)
+    while policy.is_dormant(1):
+        machine.run(policy, 1)
+    assert (state.drafted, state.explore_debt) == (0, 0.0)
+    assert state.learn_interval == 1
+    explored = machine.run(policy, SETTLE + 1).decisions[-SETTLE - 1 :]
+    assert [decision.why for decision in explored] == ["draft"] * SETTLE + ["explore"]
+
+
+def test_another_tree_begins_with_what_is_expected_of_it() -> None:
+    """Bug: a new tree is judged by the tokens, or the seconds, of the one before."""
+    machine, policy = SimulatedMachine(MIDDLE), controller(MIDDLE)
+    shapes = []
+    for _ in range(60):
+        machine.run(policy, 1)
+        (state,) = policy._states.values()
+        arm = state.bandit.arms["draft"]
+        if shapes and state.shape != shapes[-1]:
+            assert arm.kinds == {}
+            expected = policy._expected(state, state.shape, 1)
+            assert arm.seconds(state.bandit.medians) == pytest.approx(expected.seconds)
+            assert arm.mean == pytest.approx(1 + expected.accepted)
+        shapes.append(state.shape)
+    assert len(set(shapes)) > 1
+
+
+def test_the_scale_of_the_costs_is_measured() -> None:
+    """Bug: costs of a quiet machine are compared with cycles of a busy one, so plain decoding looks slow. All takes three times as long."""
+    policy = controller(MIDDLE)
+    SimulatedMachine(replace(MIDDLE), pace=lambda t: 3.0).run(policy, 300)
+    (state,) = policy._states.values()
+    assert state.time_scale == pytest.approx(3.0, rel=0.1)

@@ -94,7 +94,7 @@ class Chance(Policy):
     def is_dormant(self, rows: int) -> bool:
         return self.coin.random() < 0.5
 
-    def learn(self, steps: list[Step]) -> None:
+    def observe(self, steps: list[Step]) -> None:
         assert {s.decision for s in steps} == {steps[0].decision}
         for step in steps:
             if step.row in step.decision.plain:
@@ -177,7 +177,7 @@ class Naps(Policy):
     def is_dormant(self, rows: int) -> bool:
         return True
 
-    def learn(self, steps: list[Step]) -> None:
+    def observe(self, steps: list[Step]) -> None:
         pass
 
 
@@ -187,7 +187,7 @@ class Awake(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         return Decision(plain=frozenset({0}))
 
-    def learn(self, steps: list[Step]) -> None:
+    def observe(self, steps: list[Step]) -> None:
         pass
 
 
@@ -273,7 +273,7 @@ class Once(Policy):
         self.cycles += 1
         return Decision(plain=frozenset(roots.active_rows if self.cycles <= 11 else ()))
 
-    def learn(self, steps: list[Step]) -> None:
+    def observe(self, steps: list[Step]) -> None:
         pass
 
 
@@ -298,7 +298,7 @@ class Turns(Policy):
         turn = self.cycles // 2 % 3
         return Decision(None, frozenset(roots.active_rows if turn == 2 else ()), "", self.fallback if turn == 1 else None)
 
-    def learn(self, steps: list[Step]) -> None:
+    def observe(self, steps: list[Step]) -> None:
         pass
 
 

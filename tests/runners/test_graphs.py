@@ -193,7 +193,7 @@ class Moods(Policy):
         rows = frozenset(b for b in roots.active_rows if self.dice.random() < 0.7)
         return Decision(plain=rows) if self.dice.random() < 0.5 else Decision(plain=rows - {0}, fallback=self.fallback)
 
-    def learn(self, steps: Any) -> None:
+    def observe(self, steps: Any) -> None:
         pass
 
 

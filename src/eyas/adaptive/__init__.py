@@ -1,8 +1,10 @@
-"""How large a tree to draft, and whether to draft at all: Policies for the Decoder.
+"""Adaptive decoding (`--tree auto`): how large a tree to draft, and whether to draft at all.
 
-cost.py       seconds of passes and drafts on this machine, measured once
-plan.py       what trees of any size are expected to yield, and the one that yields most tokens a second
-governor.py   the policy: plans, watches, falls back to plain decoding and returns
+cost.py        seconds of target passes and drafts on this machine, measured once and kept
+goodput.py     accepted tokens that a tree of any size is expected to yield, and the size with the most tokens a second
+bandit.py      which way of decoding makes most tokens a second, found out at a bounded cost
+controller.py  the policy of the Decoder, made of these three
+dormant.py     a draft session that may be left out of cycles and reads later what it missed
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from eyas.errors import OptionError, near
 __all__ = ["MODES", "AdaptiveController", "auto", "mode_of"]
 
 MODES = ("auto", "fixed")
-SHAPED = ("tree", "dynamic", "depth")  # options that say what a tree is like
+SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
 
 
 def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(auto or fixed, the method's own options) of what was asked for.
+    """The mode of trees, auto or fixed, and the options of the method alone.
 
-    `tree` with the name of a mode says it; else trees are fixed when any option of theirs is given, and auto otherwise.
-    With both, auto grows trees no larger than the options say. OptionError for another name.
+    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes them, else auto. With
+    tree=auto and such options, trees grow no larger than the options allow.
+
+    Raises:
+        OptionError: `tree` is another name.
     """
     mode = options.get("tree")
     if not isinstance(mode, str):

@@ -188,7 +188,7 @@ class _Fixed(Policy):
         self.plain = not self.plain
         return Decision(self.shape, frozenset(roots.active_rows) if self.plain else frozenset())
 
-    def learn(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[Step]) -> None:
         pass
 
 

@@ -50,7 +50,7 @@ class Policy(Protocol):
         """For the cycle that begins at these roots."""
         ...
 
-    def learn(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[Step]) -> None:
         """What came of it: the Steps of one cycle, one of each busy row."""
         ...
 
@@ -204,7 +204,7 @@ class Decoder:
         self._bonus_B = cycle.verdict.bonus_B
         emitted = self._emit(cycle, clock, roots.decision)
         if self.policy is not None:
-            self.policy.learn(emitted)
+            self.policy.observe(emitted)
         if self.watch is not None:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
         return steps + emitted

@@ -1,0 +1,206 @@
+"""A multi-armed bandit for rates: which way of decoding makes most tokens a second, found out at a bounded cost.
+
+An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its true yield m, in tokens a cycle and row, drifts:
+
+    m[t + 1] = m[t] + Normal(0, drift)            tokens of a cycle = m + Normal(0, noise)
+
+so the estimate of m is a Kalman filter: a cycle's tokens move the mean by variance / (variance + noise) of their
+difference, and the variance of an arm that is not played grows. (Granmo and Berg 2010, "Solving non-stationary bandit
+problems by random sampling from sibling Kalman filters".) The seconds of a cycle are a median by kind of cycle, so a
+cycle that the machine held up counts for nothing.
+
+The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played (Auer, Cesa-Bianchi
+and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative bandits" (Wu, Shariff, Lattimore and
+Szepesvari 2016). `best` is the arm with the highest mean rate. Playing another one is a trial. A trial ends when its
+upper bound is no longer the largest, or when it has lost PATIENCE tokens to `best`. A trial that lost x tokens is
+repeated only after x / BUDGET tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm
+cost no more than BUDGET of all tokens in the long run, and a hopeless arm less.
+
+Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
+docs/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+
+__all__ = ["Arm", "Bandit", "RunningMedian"]
+
+CONFIDENCE = 1.5  # standard deviations of an arm's mean that an upper bound adds to it
+BUDGET = 0.02  # the share of all tokens that the trials of one arm may lose
+PATIENCE = 4.0  # tokens a row that one trial may lose
+BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
+TRUSTED = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
+MEMORY = 48  # cycles over which the noise and the kinds of an arm's cycles are averaged
+LEAST_NOISE = 0.5  # the smallest noise that is believed, as a share of the first guess
+MAX_VARIANCE = 1.0  # of an arm that was never played, or long ago, as a share of `break_even` squared
+HELD_UP = 16  # baseline cycles; whatever a single cycle took longer is the machine's fault
+
+
+class RunningMedian:
+    """The usual seconds of each kind of cycle: the lower median of the last seven."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, deque[float]] = {}
+
+    def add(self, kind: Hashable, seconds: float) -> None:
+        self._seconds.setdefault(kind, deque(maxlen=7)).append(seconds)
+
+    def __getitem__(self, kind: Hashable) -> float:
+        return median_low(self._seconds[kind])
+
+    def __contains__(self, kind: Hashable) -> bool:
+        return kind in self._seconds
+
+
+@dataclass
+class Arm:
+    """What is known of one way to decode. Tokens are those of one cycle and row."""
+
+    mean: float  # expected tokens
+    variance: float  # of `mean`
+    noise: float  # variance of a single cycle's tokens
+    drift: float  # growth of `variance` in every cycle, as a share of `break_even` squared
+    block: int = 4  # cycles until another arm may be chosen
+    prior_seconds: float | None = None  # of a cycle, until one is measured
+    break_even: float = 1.0  # tokens that make this arm as fast as the best one; at least 1
+    kinds: dict[Hashable, float] = field(default_factory=dict)  # decayed counts of the cycles' kinds
+    least_noise: float = field(init=False)
+    failures: int = 0  # trials in a row that did not pay
+    debt: float = 0.0  # tokens to be made by any arm before the next trial
+    best_cycles: int = 0  # played in a row while this arm was the best
+    trial_cycles: int = 0
+    trial_tokens: float = 0.0  # what the best arm would have made in the time of the trial
+
+    def __post_init__(self) -> None:
+        self.least_noise = LEAST_NOISE * self.noise
+
+    @property
+    def upper(self) -> float:
+        """Upper confidence bound of the tokens."""
+        return self.mean + CONFIDENCE * self.variance**0.5  # type: ignore[no-any-return]
+
+    @property
+    def trial_loss(self) -> float:
+        """Tokens that the trial has lost: by the arm's mean, so that bad luck is not counted twice."""
+        return self.trial_tokens - self.trial_cycles * self.mean
+
+    def update(self, tokens: float, kind: Hashable) -> None:
+        """One cycle's tokens: a step of the Kalman filter."""
+        error = tokens - self.mean
+        self.noise = max(self.least_noise, self.noise + (error * error - self.noise) / MEMORY)
+        gain = self.variance / (self.variance + self.noise)
+        self.mean += gain * error
+        self.variance *= 1 - gain
+        self.kinds = {each: count * (1 - 1 / MEMORY) for each, count in self.kinds.items()}
+        self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
+
+    def replace(self, mean: float, variance: float, seconds: float) -> None:
+        """The arm stands for something else from now on, of which this is expected."""
+        self.mean, self.variance, self.prior_seconds = mean, variance, seconds
+        self.kinds = {}
+
+    def seconds(self, medians: RunningMedian) -> float | None:
+        """Expected seconds of a cycle; None: nothing is known."""
+        if not self.kinds:
+            return self.prior_seconds
+        total = sum(self.kinds.values())
+        return sum(count * medians[kind] for kind, count in self.kinds.items()) / total
+
+    def end_trial(self, failed: bool) -> None:
+        if failed:
+            self.debt = self.trial_loss * 2 ** min(self.failures, BACKOFF)  # type: ignore[assignment]
+            self.failures += 1
+        self.trial_cycles, self.trial_tokens = 0, 0.0
+
+
+class Bandit:
+    """Chooses among arms. The first one is the baseline: always available, and played first.
+
+    Attributes:
+        playing: the name of the arm that the next cycle belongs to.
+        best: the name of the arm with the highest mean rate.
+        switched: whether the next cycle is the first one of `playing` after another arm.
+    """
+
+    def __init__(self, arms: Mapping[str, Arm]) -> None:
+        self.arms = dict(arms)
+        self.medians = RunningMedian()
+        self.baseline = self.playing = self.best = next(iter(self.arms))
+        self.switched = True
+        self._left = self.arms[self.playing].block
+
+    def seconds(self, name: str) -> float | None:
+        """Expected seconds of an arm's cycle, a baseline cycle's where nothing else is known."""
+        seconds = self.arms[name].seconds(self.medians)
+        return self.arms[self.baseline].seconds(self.medians) if seconds is None else seconds
+
+    def rate(self, name: str) -> float:
+        """Expected tokens a second and row."""
+        seconds = self.seconds(name)
+        return self.arms[name].mean / seconds if seconds else 0.0
+
+    def observe(self, name: str, kind: Hashable, tokens: float, seconds: float) -> None:
+        """One cycle of an arm: its tokens a row and its seconds.
+
+        The first cycle of a kind teaches nothing, as it may hold what is done once (recording, compiling); it is paid for.
+        """
+        is_new = kind not in self.medians
+        for arm in self.arms.values():
+            arm.variance = min(arm.variance + arm.drift * arm.break_even**2, MAX_VARIANCE * arm.break_even**2)
+        self.medians.add(kind, seconds)
+        if not is_new:
+            self.arms[name].update(tokens, kind)
+        self._account(name, seconds if self.switched else self.medians[kind])
+        self.switched = False
+        self._left -= 1
+
+    def _account(self, name: str, seconds: float) -> None:
+        """The cycle's time, in tokens that the best arm would have made in it. A first cycle's time holds catching up."""
+        baseline = self.arms[self.baseline].seconds(self.medians)
+        if baseline is None:
+            return
+        tokens = min(seconds, HELD_UP * baseline) * self.rate(self.best)
+        for each in self.arms.values():
+            each.debt -= BUDGET * tokens
+        arm = self.arms[name]
+        if name != self.best:
+            arm.trial_cycles += 1
+            arm.trial_tokens += tokens
+            arm.best_cycles = 0
+            return
+        arm.best_cycles += 1
+        if arm.best_cycles >= TRUSTED:
+            arm.failures = 0
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether the block of cycles is over and the baseline is known."""
+        return self._left <= 0 and bool(self.arms[self.baseline].kinds)
+
+    def choose(self) -> None:
+        """The arm of the next block of cycles."""
+        self.best = max(self.arms, key=self.rate)
+        for name, arm in self.arms.items():
+            arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))
+        last = self.arms[self.playing]
+        if self.playing == self.best:
+            last.end_trial(failed=False)
+        chosen = max(filter(self._is_affordable, self.arms), key=self._upper_rate)
+        if chosen != self.playing and self.playing != self.best:
+            last.end_trial(failed=True)
+        self.switched = chosen != self.playing
+        self.playing, self._left = chosen, self.arms[chosen].block
+
+    def _upper_rate(self, name: str) -> float:
+        seconds = self.seconds(name)
+        return self.arms[name].upper / seconds if seconds else 0.0
+
+    def _is_affordable(self, name: str) -> bool:
+        arm = self.arms[name]
+        if name == self.best:
+            return True
+        return arm.trial_loss <= PATIENCE if name == self.playing else arm.debt <= 0

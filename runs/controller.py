@@ -21,12 +21,11 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from curves import curve  # noqa: E402
-from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller  # noqa: E402
-
-from eyas.adaptive.cost import Costs  # noqa: E402
-from eyas.core.drafter import Shape  # noqa: E402
-from eyas.core.engine import Policy  # noqa: E402
+from curves import curve
+from eyas.adaptive.cost import Costs
+from eyas.core.drafter import Shape
+from eyas.core.engine import Policy
+from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller
 
 TREES = [
     Shape(nodes, depth, branch)

@@ -21,6 +21,7 @@ from eyas.core.tree import Draft, Tree
 
 OWN_TREE = Shape(8, 3, 2)  # of methods whose trees do not grow
 FLAT = curve(0.02, 0.05)  # large trees pay, if the head is any good
+GREEDY = Sampling()
 FALLBACK: Any = object()  # drafts chains of eight tokens, by `SimulatedMachine`
 GUESS = Draft(Tree.chain(1, 9), torch.zeros(1, 9, dtype=torch.long))
 NO_GUESS = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
@@ -29,7 +30,7 @@ Course = Callable[[int], float]  # a quantity by the number of the cycle
 
 
 @cache
-def cycle_of(rows: int = 1, sampling: Sampling = Sampling()) -> CycleInput:
+def cycle_of(rows: int = 1, sampling: Sampling = GREEDY) -> CycleInput:
     """The beginning of a cycle, as far as a controller reads it."""
     zeros_B = torch.zeros(rows, dtype=torch.long)
     samplings = (sampling,) * rows

@@ -49,9 +49,7 @@ def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs:
 
 def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
     """Bug: what a waking head reads of the text that it missed is not paid for from the budget."""
-    cheap, dear = (
-        SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1)
-    )
+    cheap, dear = (SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1))
     assert dear.speedup() > 0.96
     assert dear.share("draft", since=500) < 0.7 * cheap.share("draft", since=500)
 

@@ -112,7 +112,7 @@ class Arm:
 
     def end_trial(self, failed: bool) -> None:
         if failed:
-            self.debt = self.trial_loss * 2 ** min(self.failures, BACKOFF)  # type: ignore[assignment]
+            self.debt = self.trial_loss * 2 ** min(self.failures, BACKOFF)
             self.failures += 1
         self.trial_cycles, self.trial_tokens = 0, 0.0
 

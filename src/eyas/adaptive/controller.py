@@ -153,7 +153,8 @@ class AdaptiveController:
 
     def _explored(self, state: BatchState, step: Step, rows: int) -> None:
         """A larger tree teaches about trees, not about the yield of the current one; its further time is owed."""
-        assert state.shape is not None and step.decision.shape is not None
+        assert state.shape is not None
+        assert step.decision.shape is not None
         larger = self._expected(state, step.decision.shape, rows).seconds
         state.explore_debt = max(larger / self._expected(state, state.shape, rows).seconds - 1, 2 * EXPLORE)
 
@@ -202,7 +203,8 @@ class AdaptiveController:
 
     def _times(self, rows: int) -> Array:
         """[S]: seconds of a cycle with each size, by the costs."""
-        assert self.acceptance is not None and self._load_costs is not None
+        assert self.acceptance is not None
+        assert self._load_costs is not None
         if self._costs is None:
             self._costs = self._load_costs()
         if rows not in self._seconds:
@@ -221,7 +223,8 @@ class AdaptiveController:
 
     def _larger(self, shape: Shape) -> Shape:
         """The neighbour that is explored."""
-        assert self.acceptance is not None and self.max_tree is not None
+        assert self.acceptance is not None
+        assert self.max_tree is not None
         wanted = Shape(shape.nodes + 4, shape.depth + 2, shape.branch + 2).within(self.max_tree)
         smaller = [s for s in self.acceptance.shapes if s.within(wanted) == s]
         return max(smaller, key=lambda s: (s.nodes, s.depth, s.branch))

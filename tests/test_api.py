@@ -87,10 +87,10 @@ def test_stop_strings(llm: LLM) -> None:
         stop = whole.text[place : place + 2]
         if len(stop) < 2 or "\ufffd" in whole.text[: place + 2]:
             continue
-        found = llm.generate("Stop now", max_new_tokens=40, temperature=1.0, seed=3, stop=[stop])
-        assert found.text == whole.text[: whole.text.index(stop)]
-        assert found.finish_reason == "stop"
-        assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+        cut = llm.generate("Stop now", max_new_tokens=40, temperature=1.0, seed=3, stop=[stop])
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.finish_reason == "stop"
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 def test_eos_is_in_the_ids_and_not_in_the_text(llm: LLM, target: Target) -> None:
@@ -108,14 +108,14 @@ def test_chat_keeps_the_conversation(llm: LLM) -> None:
     """Guards the kept row: every turn is answered as the whole conversation would be from scratch."""
     chat = llm.chat(system="Be brief.", max_new_tokens=12)
     for text in ("Hi.", "And then?", "Why?"):
-        said = [*chat.messages, {"role": "user", "content": text}]
-        assert chat.send(text).token_ids == plain(llm, said, 12)
+        conversation = [*chat.messages, {"role": "user", "content": text}]
+        assert chat.send(text).token_ids == plain(llm, conversation, 12)
     stream = chat.stream("More", max_new_tokens=30)
     next(stream)
     stream.close()
     assert chat.messages[-2] == {"role": "user", "content": "More"}
-    said = [*chat.messages, {"role": "user", "content": "Go on"}]
-    assert chat.send("Go on").token_ids == plain(llm, said, 12)
+    conversation = [*chat.messages, {"role": "user", "content": "Go on"}]
+    assert chat.send("Go on").token_ids == plain(llm, conversation, 12)
 
 
 def test_two_turns_at_once_are_refused(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""What the public pages say is true: their code runs."""
+"""The public pages are true: their code runs, their links and names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""eyas.text on real tokenizers of every kind, built here: what streams is what `decode` gives, stop strings cut where a search would."""
+"""eyas.text on real tokenizers of every kind, built here: streamed text equals `decode`, and stop strings cut where a search does."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _build(kind: type[Drafter], source: str | Path | None, target: Target, optio
 
 
 def _has(kind: type[Drafter], option: str) -> bool:
-    """Whether a method has that option, or its group."""
+    """True for an option of the method, or one in a group of its options."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
@@ -506,8 +506,8 @@ class Chat:
 
     def _join(self, text: str, answer: _Answer) -> None:
         if answer.totals.token_ids:
-            said = answer.result().text
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+            reply = answer.result().text
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
 
 
 class Stream(Iterator[Piece]):

@@ -153,6 +153,8 @@ def _visible(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
 
 def _token_ids(items: Sequence[Any]) -> tuple[int, ...] | None:
     """The items as ints, where all of them are whole numbers (of numpy and torch, too)."""
+    if all(type(item) is int for item in items):
+        return tuple(items)
     ids = [plain_number(item) for item in items]
     return tuple(map(int, ids)) if all(_is_whole(token) for token in ids) else None
 
@@ -202,7 +204,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
 
 
 def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
-    """What `do_sample` says about the temperature: False is temperature 0; True needs one."""
+    """The temperature that `do_sample` asks for: 0 for False; True needs one above 0."""
     if sample is None:
         return {}
     if not isinstance(sample, bool):

@@ -249,7 +249,7 @@ FIELDS = (
 )
 
 
-def drawn(count: int = 40) -> dict[str, Mutant]:
+def drawn(count: int = 24) -> dict[str, Mutant]:
     """Fields of the configuration with values that do not belong there."""
     dice, mutants = random.Random(SEED), dict[str, Mutant]()
     while len(mutants) < count:

@@ -1,4 +1,4 @@
-"""What `describe` says about a family is what the family does: every fact is checked by a forward pass of the model itself.
+"""Every fact that `describe` returns about a family is checked by a forward of the model itself.
 
 B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window moves logits by 0.01 and more,
 a hundred times the tolerance; differences in float32 rounding stay below 1e-5.
@@ -50,7 +50,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def masks(family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-    """What this family takes as attention_mask, from who may see whom and from the positions."""
+    """The attention_mask that this family takes, from which token attends to which and from the positions."""
     full = additive(allowed_NN)
     windowed = full
     if family.window is not None:

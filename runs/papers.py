@@ -330,7 +330,7 @@ def main() -> None:
     for name in SECTIONS:
         if (path := args.benches / name / "summary.json").exists():
             write_text(args.results / f"papers_{name}.json", relative(path.read_text()))
-    print(json.dumps({"output": str(args.output)}))
+    print(args.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A target of a real size with random weights, and prompts of given lengths for it: for times, not for texts.
+"""Make a target of a real size with random weights, and prompts of given lengths: for times, not for texts.
 
     python runs/random_target.py --shape llama-8b --output out/gpu/llama-8b          and out/gpu/llama-8b/prompts-1024.jsonl, ...
 
@@ -23,6 +23,9 @@ SHAPES: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 2, "vocab_size": 4096},
     "llama-300m": {**LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "num_attention_heads": 16,
                    "num_key_value_heads": 4, "vocab_size": 32000},
+    "mixtral-small": {"model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 8,
+                      "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8192, "num_local_experts": 8,
+                      "num_experts_per_tok": 2},
     "llama-7b": {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "num_key_value_heads": 32, "vocab_size": 32000},
     "llama-8b": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -49,9 +52,9 @@ def main() -> None:
         partly = args.output.with_name(f"{args.output.name}.part")  # the config is written before the weights: whole or not at all
         model.save_pretrained(partly)
         partly.replace(args.output)
-    dice = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for length in map(int, args.contexts.split(",")):
-        ids = torch.randint(3, config.vocab_size, (args.prompts, length), generator=dice).tolist()
+        ids = torch.randint(3, config.vocab_size, (args.prompts, length), generator=generator).tolist()
         lines = [json.dumps({"id": f"{length}-{i}", "prompt_ids": one}) for i, one in enumerate(ids)]
         (args.output / f"prompts-{length}.jsonl").write_text("\n".join(lines) + "\n")
     print(args.output)

@@ -79,6 +79,9 @@ def source(*names: str) -> str:
         machine = found.get("machine") or {}
         threads = found.get("threads") or machine.get("threads")
         where = f"{machine.get('cpu', 'not recorded')}, {threads} thread{'s' * (threads != 1)}"
+        script = re.match(r"python (runs/\w+\.py)", command)
+        if script and not (DOCS.parent / script[1]).exists():
+            where += "; the script stood in runs/ until commit eee6d4f"
         lines.append(f"- `{command}` ({where}; [record](results/{name}.json))")
     return "\n".join(lines) + "\n"
 

@@ -24,7 +24,24 @@ from eyas.train.config import TrainConfig
 from eyas.train.features import layers_for_training
 
 RUNS = Path(__file__).parents[1] / "runs"
-TINY = ["--seeds", 1, "--limit", 3, "--max-new-tokens", 8, "--tree", "5/3/2", "--ttt", 2, "--batch-tokens", 64, "--max-length", 48]
+TINY = [
+    "--seeds",
+    1,
+    "--limit",
+    3,
+    "--max-new-tokens",
+    8,
+    "--tree",
+    "5/3/2",
+    "--ttt",
+    2,
+    "--batch-tokens",
+    64,
+    "--max-length",
+    48,
+    "--draft-vocab",
+    12,
+]
 SCRIPTS = sorted(path.stem for path in RUNS.glob("*.py") if not path.stem.startswith("_"))
 
 
@@ -79,6 +96,8 @@ def test_the_results_are_made_from_the_records(command: Any) -> None:
         assert (results.RECORDS / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
     for path in results.RECORDS.glob("*.json"):
         json.loads(path.read_text(encoding="utf-8"))
+    papers = (results.DOCS / "papers.md").read_text(encoding="utf-8")
+    assert command("papers").page(results.RECORDS, old=papers) == papers, "run: python runs/papers.py"
 
 
 def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pictures of a bench, as SVG. Each takes the summary; one that has nothing to show is left out."""
+"""The pictures of a bench as SVG. Each is drawn from the summary; one that has nothing to show is left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLE: Any = {
 }  # fmt: skip
 STAGES = {"draft": "#3b7dd8", "target": "#e0853d", "verify": "#59a14f", "commit": "#9c6ade", "host": "#9aa3b2"}
 BASELINES = ("vanilla", "transformers")
-WIDTH = 8.5  # inches, of all of them
+WIDTH = 8.5  # inches, of every picture
 FEWEST = 5  # nodes of a bin of confidence
 
 
@@ -41,15 +41,15 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
         ),
         "cost": ("Time of one pass of the target against the number of nodes, over that of one node.", _cost),
     }
-    found = {}
+    drawn = {}
     with rc_context(STYLE):
         for name, (caption, draw) in every.items():
             figure = draw(summary)
             if figure is not None:
                 out = io.StringIO()
                 figure.savefig(out, format="svg", metadata={"Date": None})
-                found[name] = caption, out.getvalue()
-    return found
+                drawn[name] = caption, out.getvalue()
+    return drawn
 
 
 def _pooled(summary: Summary, temperature: float) -> list[Mapping[str, Any]]:
@@ -62,7 +62,7 @@ def _temperatures(summary: Summary) -> list[float]:
 
 
 def _label(name: str) -> str:
-    """A method with its options, in lines."""
+    """A method with its options, wrapped."""
     return textwrap.fill(name.replace(":", ": "), 26, break_long_words=False).replace(": ", ":")
 
 
@@ -71,7 +71,7 @@ def _lines(names: Sequence[str]) -> int:
 
 
 def _looks(summary: Summary) -> dict[str, dict[str, Any]]:
-    """A method's colour and stroke, the same in every picture."""
+    """Method -> colour and line style, the same in every picture."""
     methods = dict.fromkeys([*(r["method"] for r in summary["rows"]), *summary["probes"]])
     return {name: {"color": f"C{i % 10}", "ls": ("-", "--", ":")[i // 10 % 3]} for i, name in enumerate(methods)}
 

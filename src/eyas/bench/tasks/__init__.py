@@ -41,12 +41,12 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
 
     Args:
         spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such as spec_bench/rag.
-        limit: so many prompts at most, of every part and category in proportion.
-        seed: which ones `limit` takes, and where the passages of `long` begin.
+        limit: at most so many prompts, of every part and category in proportion.
+        seed: decides which prompts `limit` takes, and where the passages of `long` begin.
 
     Raises:
-        OptionError: no such task, or an impossible limit. InputError: nothing there can be used; one line says why.
-        What cannot be used beside usable prompts is a warning each.
+        OptionError: no such task, or an impossible limit. InputError: no line can be used; the message says why.
+        Lines that cannot be used beside usable ones are a warning each.
     """
     if limit is not None and limit < 1:
         raise OptionError(f"a limit of {limit} leaves no prompt: at least 1")
@@ -85,7 +85,7 @@ class _Found(NamedTuple):
 
 
 def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
-    """All prompts of a task, and what cannot be used."""
+    """All prompts of a task, and a message for each line that cannot be used."""
     task = TASKS[name]
     if name == "long":
         if not path:
@@ -115,10 +115,12 @@ def _some(found: list[_Found], problems: Sequence[str], where: str) -> list[_Fou
 
 
 class _Reader:
-    """Lines to prompts of one task.
+    """Turns lines into prompts of one task.
 
-    name: of the task. max_new_tokens: of prompts that say nothing themselves. own: the lines are the user's, in the ways of OWN, and
-    name their task themselves.
+    Args:
+        name: the task's.
+        max_new_tokens: for prompts without their own.
+        own: the lines are the user's, with one of the keys of OWN, and may name their task.
     """
 
     def __init__(self, name: str, max_new_tokens: int | None = None, own: bool = False) -> None:
@@ -126,7 +128,7 @@ class _Reader:
         self.found, self.problems, self.places = list[_Found](), list[str](), dict[str, str]()
 
     def read(self, lines: Iterable[tuple[str, Any]], part: str = "") -> None:
-        """part: which part of the task these lines are; "" = they say so, or there are none."""
+        """Read lines; part: the part of the task that they belong to; "": the lines name it, or there is none."""
         for number, (where, record) in enumerate(lines, start=1):
             try:
                 if isinstance(record, InputError):
@@ -142,7 +144,7 @@ class _Reader:
                 self.problems.append(f"{where}: {error}")
 
     def _prompt(self, record: Any, number: int, part: str) -> _Found | None:
-        """None: the line belongs to another task of a common file."""
+        """The prompt of a line; None when the line belongs to another task of a common file."""
         if self.own:
             only(record)
         name, category, fields = asked(record)

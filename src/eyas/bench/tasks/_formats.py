@@ -1,4 +1,4 @@
-"""What one line of a benchmark's file asks. The format is seen by the line's own keys, not by the name of its file.
+"""Read one line of a benchmark's file. The line's own keys decide on the format, not the name of its file.
 
     keys                              format
     turns                             Spec-Bench, MT-bench, the EAGLE evaluation files: user turns, a question_id and a category
@@ -24,14 +24,14 @@ from eyas.train._chat import messages_of
 
 __all__ = ["OWN", "Asked", "Prompt", "asked", "only"]
 
-OWN = ("prompt", "messages", "turns", "prompt_ids")  # what a line of the user's own holds exactly one of
-NAMES = ("id", "question_id", "prompt_id", "task_id")  # how formats call a line's id, in the order in which they count
+OWN = ("prompt", "messages", "turns", "prompt_ids")  # a line of the user's own file holds exactly one of them
+NAMES = ("id", "question_id", "prompt_id", "task_id")  # keys of a line's id in the formats; the first one counts
 SUMMARISE = "Summarize: "  # as in Spec-Bench's and EAGLE's files
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one prompt of a task asks: turns, or messages, or token ids; the others are empty."""
+    """One prompt of a task: turns, or messages, or token ids; the others are empty."""
 
     id: str  # stable within its task, "mt_bench/81"
     task: str  # "mt_bench"; of a set of tasks "spec_bench/translation"
@@ -39,12 +39,12 @@ class Prompt:
     system: str | None = None
     max_new_tokens: int | None = None  # where the task has a usual limit
     raw: bool = False  # plain continuation, without the chat template
-    messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with what is to be answered
+    messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with the question
     prompt_ids: tuple[int, ...] | None = None
 
 
 class Asked(NamedTuple):
-    """A line, read."""
+    """The content of a line."""
 
     name: str | None  # its own id
     category: str  # "" where the format has none
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 def asked(record: Any) -> Asked:
-    """What a line asks. InputError, without the line's place, says why nothing."""
+    """The content of a line. InputError, without the line's place, when it cannot be used."""
     if not isinstance(record, Mapping):
         raise InputError("not a JSON object; a line is one object")
     read = next((read for keys, read in FORMATS if keys <= record.keys()), None)
@@ -68,7 +68,7 @@ def asked(record: Any) -> Asked:
 
 
 def only(record: Any) -> None:
-    """InputError unless a line of the user's own asks one thing, in one of the ways of OWN."""
+    """InputError unless a line of the user's own file holds exactly one of the keys of OWN."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"prompt": "..."}')
     given = [way for way in OWN if way in record]
@@ -81,30 +81,30 @@ def only(record: Any) -> None:
 
 
 def _turns(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"turns": _all_said(record["turns"], "turns")}
+    return {"turns": _texts(record["turns"], "turns")}
 
 
 def _prompt(record: Mapping[str, Any]) -> dict[str, Any]:
-    asks = record["prompt"]
-    return {"turns": _all_said(asks, "prompt") if isinstance(asks, list) else (_said(asks, "prompt"),)}
+    prompt = record["prompt"]
+    return {"turns": _texts(prompt, "prompt") if isinstance(prompt, list) else (_text(prompt, "prompt"),)}
 
 
 def _question(record: Mapping[str, Any]) -> dict[str, Any]:
     key = "question" if "question" in record else "question_text"
-    return {"turns": (_said(record[key], key),)}
+    return {"turns": (_text(record[key], key),)}
 
 
 def _article(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"turns": (SUMMARISE + _said(record["article"], "article"),)}
+    return {"turns": (SUMMARISE + _text(record["article"], "article"),)}
 
 
 def _instruction(record: Mapping[str, Any]) -> dict[str, Any]:
-    asks, given = _said(record["instruction"], "instruction"), record.get("input")
-    return {"turns": (f"{asks}\n\n{_said(given, 'input')}" if given else asks,)}
+    instruction, more = _text(record["instruction"], "instruction"), record.get("input")
+    return {"turns": (f"{instruction}\n\n{_text(more, 'input')}" if more else instruction,)}
 
 
 def _continuation(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"turns": (_said(record["prompt"], "prompt"),), "raw": True}
+    return {"turns": (_text(record["prompt"], "prompt"),), "raw": True}
 
 
 def _ids(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _chat(record: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError("no reply follows a question in these messages; drop the line")
         messages = messages[: max(replies, key=lambda k: len(messages[k]["content"]))]
     for number, message in enumerate(messages, start=1):
-        _said(message["content"] or "-", f"message {number}")
+        _text(message["content"] or "-", f"message {number}")
     return {"messages": tuple(messages)}
 
 
@@ -150,7 +150,7 @@ def _manner(record: Mapping[str, Any]) -> dict[str, Any]:
     """What any line may say about how it is asked."""
     manner: dict[str, Any] = {}
     if record.get("system") is not None:
-        manner["system"] = _said(record["system"], "system")
+        manner["system"] = _text(record["system"], "system")
     most = record.get("max_new_tokens")
     if most is not None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -172,7 +172,7 @@ def _name(record: Mapping[str, Any]) -> str | None:
     return str(name).rpartition("/")[2] if "task_id" in record else str(name)  # HumanEval/12
 
 
-def _said(value: Any, what: str) -> str:
+def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InputError(f'"{what}" must be a string that is not empty')
     try:
@@ -182,7 +182,7 @@ def _said(value: Any, what: str) -> str:
     return value
 
 
-def _all_said(values: Any, what: str) -> tuple[str, ...]:
+def _texts(values: Any, what: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not values:
         raise InputError(f'"{what}" must be a list of the user\'s turns, strings, at least one')
-    return tuple(_said(value, f"{what}[{k}]") for k, value in enumerate(values))
+    return tuple(_text(value, f"{what}[{k}]") for k, value in enumerate(values))

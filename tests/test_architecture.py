@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +39,18 @@ LAYERS = {
 # What a package may not import although it lies lower, or outside of eyas: the core is the algorithm,
 # and knows neither kernels nor clocks.
 UNKNOWN_TO = {"core": frozenset({"kernels", "time"})}
+# Imports that break these rules still, by module and package: only ever fewer.
+NOT_YET = {
+    ("eyas.core.engine", "drafters"),
+    ("eyas.core.engine", "runners"),
+    ("eyas.core.engine", "adaptive"),
+    ("eyas.core.engine", "time"),
+    ("eyas.core.cache", "kernels"),
+    ("eyas.core.drafter", "kernels"),
+    ("eyas.core.sampling", "kernels"),
+    ("eyas.core.target", "kernels"),
+    ("eyas.core.verify", "kernels"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Rules:
 
     layers: Mapping[str, int]
     unknown_to: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    not_yet: Collection[tuple[str, str]] = ()
 
 
 class Import(NamedTuple):
@@ -96,15 +109,16 @@ def _imported_by(node: ast.stmt | ast.expr, importer: str, file: Path, modules: 
             yield node.args[0].value
 
 
-def package_of(module: str) -> str:
-    """eyas.core.tree -> core; eyas itself -> __init__."""
-    return [*module.split("."), "__init__"][1]
+def package_of(module: str, root: Path = EYAS) -> str:
+    """eyas.core.tree -> core; eyas itself -> __init__; torch.nn -> torch."""
+    outer, *inner = module.split(".")
+    return [*inner, "__init__"][0] if outer == root.name else outer
 
 
 def violations(root: Path, rules: Rules) -> list[str]:
     """Every broken rule as one sentence that names the import; empty when all is well."""
-    imports = imports_of(root, rules)
-    inside = [i for i in imports if (i.imported + ".").startswith(root.name + ".")]
+    imports = [i for i in imports_of(root, rules) if (i.importer, package_of(i.imported, root)) not in rules.not_yet]
+    inside = [i for i in imports if package_of(i.imported, root) != i.imported.split(".")[0]]
     missing = sorted({package_of(module) for module in modules_of(root)} - rules.layers.keys())
     return [
         *(f"package {package!r} has no layer: add it to LAYERS in tests/test_architecture.py" for package in missing),
@@ -130,10 +144,9 @@ def _layer_fault(edge: Import, rules: Rules) -> str:
 
 def _unknown_faults(imports: list[Import], root: Path, rules: Rules) -> Iterator[str]:
     for i in imports:
-        own = (i.imported + ".").startswith(root.name + ".")
-        name = package_of(i.imported) if own else i.imported.split(".")[0]
-        if name in rules.unknown_to.get(package_of(i.importer), ()):
-            yield f"{i.where} imports {i.imported}: {package_of(i.importer)} does not know {name}"
+        name, importer = package_of(i.imported, root), package_of(i.importer, root)
+        if name in rules.unknown_to.get(importer, ()):
+            yield f"{i.where} imports {i.imported}: {importer} does not know {name}"
 
 
 def _drafter_faults(imports: list[Import]) -> list[str]:
@@ -180,8 +193,11 @@ def _cycles(imports: list[Import]) -> list[list[str]]:
 def test_packages_keep_their_layers() -> None:
     """Guards against imports that turn the layers into a knot. No false alarms: the source is read, nothing is run."""
     assert modules_of(EYAS), f"no modules under {EYAS}"
-    broken = violations(EYAS, Rules(LAYERS, UNKNOWN_TO))
-    assert not broken, "\n".join(["imports that break the rules of CONTRIBUTING.md:", *broken])
+    rules = Rules(LAYERS, UNKNOWN_TO, NOT_YET)
+    broken = violations(EYAS, rules)
+    assert not broken, "\n".join(["imports that break the rules of CONTRIBUTING.md:", *dict.fromkeys(broken)])
+    gone = NOT_YET - {(i.importer, package_of(i.imported)) for i in imports_of(EYAS, rules)}
+    assert not gone, f"NOT_YET lists what is no longer imported: {gone}"
 
 
 def test_contributing_lists_the_layers() -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, runners, tiny
 from eyas.adaptive import auto, mode_of
+from eyas.adaptive.dormant import Policy, adapted
 from eyas.arguments import (
     GenerateKeywords,
     Messages,
@@ -34,12 +35,12 @@ from eyas.arguments import (
     whole_number,
     with_generate_keywords,
 )
-from eyas.core.drafter import Drafter, build_options, flags
-from eyas.core.engine import Decoder, Policy, Processor, Request, Step
+from eyas.core.drafter import Drafter, build_options, flags, method_name
+from eyas.core.engine import Decoder, Request, Step, keeps_well
 from eyas.core.pretrained import check_config, read_tokenizer
-from eyas.core.sampling import Sampling
+from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
-from eyas.drafters._merge import Merged, method_name
+from eyas.drafters._merge import Merged
 from eyas.errors import InputError, ModelError, OptionError, near
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, render
@@ -80,7 +81,7 @@ class Stats:
     slow_processors: tuple[str, ...] = ()  # processors that run once for each node
 
     tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
-    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.decided`
+    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.plan`
 
     @property
     def tau(self) -> float:
@@ -287,7 +288,7 @@ class LLM:
         self.draft_name = draft_name
         self.policy = policy
         self.eos = _eos(target.model, tokenizer)
-        self._idle: Decoder | None = None
+        self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (what it was made of, the Decoder)
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -372,7 +373,7 @@ class LLM:
         """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in `generate`."""
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
         answers = [_Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
-        decoder = self._take_decoder(max(1, min(rows, len(answers))))
+        decoder, keep = self._take_decoder(max(1, min(rows, len(answers))))
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in decoder.step():
@@ -380,7 +381,7 @@ class LLM:
                 answers[i].add(step)
                 if step.finish:
                     yield i, answers[i].result()
-        self._keep_decoder(decoder)
+        keep()
 
     @with_generate_keywords
     def stream(
@@ -391,8 +392,8 @@ class LLM:
         Closing the stream early leaves everything usable.
         """
         answer = _Answer(*self.request(prompt, system=system, **keywords))
-        decoder = self._take_decoder()
-        return Stream(decoder, answer, lambda: self._keep_decoder(decoder))
+        decoder, keep = self._take_decoder()
+        return Stream(decoder, answer, keep)
 
     @with_generate_keywords
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
@@ -458,17 +459,22 @@ class LLM:
     def _default_rows(self) -> int:
         return 1 if self.target.device.type == "cpu" else 8
 
-    def _take_decoder(self, rows: int = 1) -> Decoder:
-        """A Decoder without requests: the one that served last, where it suits."""
-        idle, self._idle = self._idle, None
-        if idle is not None and idle.serves(self.target, self.drafter, rows, self.policy):
-            return idle
-        return Decoder(self.target, self.drafter, rows, policy=self.policy)
+    def _take_decoder(self, rows: int = 1) -> tuple[Decoder, Callable[[], None]]:
+        """A Decoder without requests, the one that served last where it suits; and a function that lets it serve again.
 
-    def _keep_decoder(self, decoder: Decoder) -> None:
-        """Let a Decoder serve again, where keeping its caches pays. After an error it is not kept: its rows may hold anything."""
-        if decoder.finished and decoder.lasts:
-            self._idle = decoder
+        Call it when all is well: after an error the rows of a Decoder may hold anything.
+        """
+        made_of = self.target, self.drafter, self.policy, rows
+        idle, self._idle = self._idle, None
+        if idle is None or idle[0] != made_of:
+            idle = made_of, Decoder(self.target, adapted(self.drafter, self.policy), rows)
+        decoder = idle[1]
+
+        def keep() -> None:
+            if decoder.finished and keeps_well(decoder):
+                self._idle = made_of, decoder
+
+        return decoder, keep
 
 
 class Chat:
@@ -479,7 +485,7 @@ class Chat:
         self.keywords = generate_keywords(keywords)
         sampling_of(self.keywords)  # impossible values are refused here
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._decoder = Decoder(llm.target, llm.drafter, rows=1, reuse=True, policy=llm.policy)
+        self._decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=1, reuse=True)
 
     def __repr__(self) -> str:
         last = f", last {self.messages[-1]['role']}: {_shortened(self.messages[-1]['content'])!r}" if self.messages else ""

@@ -15,8 +15,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from eyas.core.engine import Processor
-from eyas.core.sampling import Sampling
+from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [

@@ -80,7 +80,7 @@ class StepTotals:
     token_ids: list[int] = field(default_factory=list)  # every new token, the prompt's own included
     accepted_lengths: list[int] = field(default_factory=list)  # draft tokens that each cycle emitted
     emitted: int = 0  # tokens of cycles
-    decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.decided`
+    decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.plan`
     prefill_seconds: float = 0.0
     started_at: float = math.nan  # the host's clock; NaN before the first Step
     ended_at: float = math.nan
@@ -97,7 +97,7 @@ class StepTotals:
         else:
             self.accepted_lengths.append(step.accepted)
             self.emitted += len(step.tokens)
-            self.decisions[step.decided] += 1
+            self.decisions[step.plan] += 1
 
     @property
     def cycles(self) -> int:

@@ -14,8 +14,9 @@ from torch import Tensor
 import zoo
 from eyas import drafters
 from eyas.adaptive import dormant as _sleep
+from eyas.adaptive.dormant import Decision, Policy, adapted
 from eyas.core.drafter import build_options
-from eyas.core.engine import Decision, Decoder, Policy, Request, Step
+from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
@@ -111,11 +112,11 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
     expected = [plain(target, r) for r in requests]
     for rows, seed in ((3, 0), (1, 1)):
         drafter = right_now_and_then(name, target)
-        got, steps = run(Decoder(target, drafter, rows, policy=Chance(seed, drafter.max_tree, suffix(target))), requests)
+        got, steps = run(Decoder(target, adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))), rows), requests)
         for request, ids, true in zip(requests, got, expected, strict=True):
             if request.sampling.greedy or name not in DRAWN:
                 assert ids == true, f"{rows} rows, {request.sampling}"
-        assert {"plain", "suffix"} < {s.decided for s in steps}
+        assert {"plain", "suffix"} < {s.plan for s in steps}
 
 
 class Spy(Drafter):
@@ -207,10 +208,10 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
         if name in DRAWN and not law.greedy:
             continue  # another text, by right
         request, awake = Request(prompt, NEW, law), Spy(right_now_and_then(name, target))
-        run(Decoder(target, awake, 2, policy=Awake()), [request, Request((5,), 2 * NEW)])
+        run(Decoder(target, adapted(awake, Awake()), 2), [request, Request((5,), 2 * NEW)])
         for kind, fallback in enumerate((None, suffix(target, depth=3))):
             asleep = Spy(right_now_and_then(name, target), waking=True)
-            _, steps = run(Decoder(target, asleep, 1, policy=Naps(seed, fallback)), [request])
+            _, steps = run(Decoder(target, adapted(asleep, Naps(seed, fallback)), 1), [request])
             for place, drafted in asleep.seen.items():
                 if place in awake.seen:
                     assert drafted == awake.seen[place], f"{law}, position {place}"
@@ -239,7 +240,7 @@ def test_a_prompt_waits_while_all_sleep(waiting: int, read: list[tuple[int, int]
 
     monkeypatch.setattr(session, "prefill", told)
     monkeypatch.setattr(drafter, "open", lambda rows: session)
-    decoder = Decoder(target, drafter, policy=Once())
+    decoder = Decoder(target, adapted(drafter, Once()))
     monkeypatch.setattr(Once, "is_dormant", lambda policy, rows: True)
     decoder.add(Request((5, 6, 7, 8, 9, 10), 13))
     while not decoder.finished:
@@ -253,7 +254,7 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
         spies = [Spy(right_now_and_then(name, target)) for _ in range(2)]
         said: list[list[int]] = []
         for spy, policy in zip(spies, (None, Once()), strict=True):
-            decoder = Decoder(target, spy, reuse=True, policy=policy)
+            decoder = Decoder(target, adapted(spy, policy), reuse=True)
             first = run(decoder, [Request(PROMPTS[0], 12)])[0][0]
             second = (*PROMPTS[0], *first, 9, 9)
             spy.seen.clear()
@@ -282,7 +283,7 @@ def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     widths: list[int] = []
     hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     drafter = right_now_and_then("eagle2", target)
-    run(Decoder(target, drafter, policy=Once()), [Request((1, 2, 3), 12)])
+    run(Decoder(target, adapted(drafter, Once())), [Request((1, 2, 3), 12)])
     hook.remove()
     assert widths == [3, *[1] * 11]
 
@@ -335,7 +336,7 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
     """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something twice, or keeps what a text was cut back
     from; or such a change moves a token. A second turn that goes on, one that leaves the text early, another text."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
-    decoder = Decoder(target, drafter, reuse=True, policy=Turns(fallback))
+    decoder = Decoder(target, adapted(drafter, Turns(fallback)), reuse=True)
     said, kinds = list[int](), set[tuple[bool, bool]]()
     for prompt in ((5,), (5, None, 9, 9), (5, None, 7, 8), (11, 12, 13)):
         ids = tuple(t for part in prompt for t in (said if part is None else [part]))
@@ -352,7 +353,7 @@ def test_rows_of_different_ages_by_turns(target: Target) -> None:
     """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain rows among the spare's get nodes."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
     requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
-    got, steps = run(Decoder(target, drafter, 3, policy=Turns(fallback)), requests)
+    got, steps = run(Decoder(target, adapted(drafter, Turns(fallback)), 3), requests)
     assert got == [plain(target, r) for r in requests]
     assert sum(s.accepted for s in steps if s.decision.fallback) > 3
     assert fallback.checked > 3

@@ -16,7 +16,7 @@ from eyas.core.drafter import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters import CycleInput, Decision, Shape, find
+from eyas.drafters import CycleInput, Shape, find
 
 
 def worth(parents: list[int], values: list[float], shape: Shape) -> float:
@@ -57,7 +57,7 @@ def grown(shape: Shape, law: Sampling) -> Draft:
     session.begin(0, 0, len(text))
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
     one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.of((law,), target.device)
-    roots = CycleInput(7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), decision=Decision(shape))
+    roots = CycleInput(7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_shape=shape)
     with torch.inference_mode():
         return session.draft(roots)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.core.drafter import CycleInput, Drafter, DraftSession, build_options
+from eyas.core.drafter import CycleInput, Drafter, DraftSession, build_options, method_name
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
-from eyas.drafters._merge import Merged, method_name
+from eyas.drafters._merge import Merged
 from reference import SAMPLINGS, plain_decode, run
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}

@@ -16,16 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from eyas import drafters, kernels
+from eyas.adaptive.dormant import Decision, Policy, adapted
 from eyas.bench.simulate import simulated
 from eyas.core.drafter import build_options
-from eyas.core.engine import Decoder, Policy, Request
+from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters import CycleInput, Decision, Drafter, Shape
+from eyas.drafters import CycleInput, Drafter, Shape
 from eyas.errors import OptionError
 from eyas.nn import Fp8Linear
 from eyas.runners import prepared
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
+from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
 from test_lossless import OPTIONS
@@ -63,8 +65,8 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     if temperature and drafter.samples_children:  # the seed's text is a matter of the trees, and cycles are not recorded
         return
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-    assert decoder.replay is not None
-    assert {key[0] for key in decoder.replay.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
+    assert isinstance(decoder.cycle, CycleReplay)
+    assert {key[0] for key in decoder.cycle.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
 
 
 def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:
@@ -137,8 +139,8 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
     drafter = drafter_of(name, target.run_with(GraphRunner(target, watched)))
     decoder = Decoder(drafter.target, drafter, 2, **({"verify": decide} if decide else {}))
     run(decoder, [Request(prompt(n), 6, sampling) for n in (5, 9)])
-    assert decoder.replay is not None
-    return found, [key[4] is None for key in decoder.replay.recorder._recorded]
+    assert isinstance(decoder.cycle, CycleReplay)
+    return found, [key[4] is None for key in decoder.cycle.recorder._recorded]
 
 
 @pytest.mark.slow
@@ -177,8 +179,8 @@ def test_recordings_serve_every_request() -> None:
     decoder = Decoder(drafter.target, drafter, 1)
     for seed in range(3):
         run(decoder, [Request(prompt(5 + 9 * seed), 8, Sampling(0.7, seed=seed))])
-    assert decoder.replay is not None
-    assert len(decoder.replay.recorder._recorded) == 1
+    assert isinstance(decoder.cycle, CycleReplay)
+    assert len(decoder.cycle.recorder._recorded) == 1
 
 
 class Moods(Policy):
@@ -213,12 +215,12 @@ def test_sleep_over_graphs(name: str) -> None:
     for seed in range(3):
         policy = Moods(seed, drafter, drafter_of("suffix", target))
         requests = [Request(p, 30, Sampling()) for p in ((5,), (11,), prompt(40))]
-        tokens, steps = run(decoder := Decoder(drafter.target, drafter, 2, policy=policy), requests)
+        tokens, steps = run(decoder := Decoder(drafter.target, adapted(drafter, policy), 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-        assert decoder.replay is not None
-        assert {key[4] is None for key in decoder.replay.recorder._recorded} == {True, False}
-        assert {"plain", "suffix"} < {s.decided for s in steps}
-    assert max(s.accepted for s in steps if s.decided not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
+        assert isinstance(decoder.cycle, CycleReplay)
+        assert {key[4] is None for key in decoder.cycle.recorder._recorded} == {True, False}
+        assert {"plain", "suffix"} < {s.plan for s in steps}
+    assert max(s.accepted for s in steps if s.plan not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
@@ -259,8 +261,8 @@ def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
         tokens, steps = run(decoder := Decoder(used, kind.random(used, options, seed=1), 2), requests)
         drafted = [(step.draft, step.row) for step in steps if step.draft is not None]  # what an idle row would draft is nobody's business
         found.append((tokens, [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafted]))
-    assert decoder.replay is not None
-    assert True in {key[4] is None for key in decoder.replay.recorder._recorded}, "cycles were recorded with their drafts"
+    assert isinstance(decoder.cycle, CycleReplay)
+    assert True in {key[4] is None for key in decoder.cycle.recorder._recorded}, "cycles were recorded with their drafts"
     assert found[0] == found[1]
 
 
@@ -273,8 +275,8 @@ def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
     drafter = kind.random(target.run_with(GraphRunner(target, captured_without_gpu)), options, seed=1)
     tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-    assert decoder.replay is not None
-    assert decoder.replay.recorder._recorded
+    assert isinstance(decoder.cycle, CycleReplay)
+    assert decoder.cycle.recorder._recorded
 
 
 def test_two_decoders_by_turns() -> None:

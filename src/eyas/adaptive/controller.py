@@ -27,12 +27,12 @@ import numpy as np
 from eyas.adaptive import cost
 from eyas.adaptive.bandit import Arm, Bandit
 from eyas.adaptive.cost import Costs
+from eyas.adaptive.dormant import Decision
 from eyas.adaptive.goodput import Acceptance, Array, Plan, best
-from eyas.core.drafter import CycleInput, Decision, Drafter, Shape, build_options
-from eyas.core.engine import Step
+from eyas.core.drafter import CycleInput, Drafter, Shape, build_options, method_name
+from eyas.core.requests import Step
 from eyas.core.target import Target
 from eyas.drafters import find
-from eyas.drafters._merge import method_name
 
 __all__ = ["AdaptiveController", "auto"]
 
@@ -113,7 +113,7 @@ class AdaptiveController:
     def observe(self, steps: Sequence[Step]) -> None:
         """Learn from one cycle: its Steps, one of each active row."""
         step, rows = steps[-1], len(steps)
-        decision = step.decision
+        decision = _decision(step)
         if decision.why == SAMPLED:
             return
         state = self._state(rows)
@@ -143,7 +143,7 @@ class AdaptiveController:
 
     def _drafted(self, state: BatchState, step: Step, rows: int) -> None:
         state.drafted += 1
-        explored = step.decision.why == EXPLORE_TREE
+        explored = _decision(step).why == EXPLORE_TREE
         if explored or state.drafted % state.learn_interval == 0:
             self._learn_tree(step)
         if not explored:
@@ -154,13 +154,14 @@ class AdaptiveController:
     def _explored(self, state: BatchState, step: Step, rows: int) -> None:
         """A larger tree teaches about trees, not about the yield of the current one; its further time is owed."""
         assert state.shape is not None
-        assert step.decision.shape is not None
-        larger = self._expected(state, step.decision.shape, rows).seconds
+        shape = _decision(step).shape
+        assert shape is not None
+        larger = self._expected(state, shape, rows).seconds
         state.explore_debt = max(larger / self._expected(state, state.shape, rows).seconds - 1, 2 * EXPLORE)
 
     def _learn_tree(self, step: Step) -> None:
         """Shows one row's tree to `Acceptance`. Read after the cycle's one transfer, so nothing waits for it."""
-        draft, shape = step.draft, step.decision.shape
+        draft, shape = step.draft, _decision(step).shape
         if self.acceptance is None or shape is None or draft is None or draft.value_BN is None:
             return
         row, full = step.row, draft.drafted
@@ -228,6 +229,11 @@ class AdaptiveController:
         wanted = Shape(shape.nodes + 4, shape.depth + 2, shape.branch + 2).within(self.max_tree)
         smaller = [s for s in self.acceptance.shapes if s.within(wanted) == s]
         return max(smaller, key=lambda s: (s.nodes, s.depth, s.branch))
+
+
+def _decision(step: Step) -> Decision:
+    assert isinstance(step.decision, Decision)
+    return step.decision
 
 
 def auto(drafter: Drafter, fallback: bool = True) -> AdaptiveController | None:

@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.engine import Decision, Decoder, Policy, Request, Step
+from eyas.adaptive.dormant import AdaptiveDrafter, Decision, Policy
+from eyas.core.drafter import method_name
+from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter, Shape
-from eyas.drafters._merge import method_name
 from eyas.files import parse_json, replaced, user_cache
 from eyas.hardware import cpu_name, versions
 
@@ -159,7 +160,7 @@ def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT
     def cycle(shape: Shape) -> float:
         nonlocal position
         noise, at_1 = GumbelNoise.of(law, target.device), position * one_1
-        roots = CycleInput(7 % target.vocab_size * one_1, at_1, one_1 > 0, law, noise, position, active_rows=(0,), decision=Decision(shape))
+        roots = CycleInput(7 % target.vocab_size * one_1, at_1, one_1 > 0, law, noise, position, active_rows=(0,), tree_shape=shape)
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(roots)), target.device)
         (draft,) = drafts
@@ -194,7 +195,7 @@ class _Fixed(Policy):
 
 def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], list[Step]]:
     """Plain cycles and drafted ones of this shape, by turns, the first of each left out: it warms up, or records."""
-    decoder = Decoder(drafter.target, drafter, policy=_Fixed(shape))
+    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Fixed(shape)))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
@@ -202,7 +203,7 @@ def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], l
     while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < BUDGET):
         for step in decoder.step():
             if not step.prefill:
-                (plain if step.decision.plain else drafted).append(step)
+                (plain if step.plan == "plain" else drafted).append(step)
     return plain[1:] or plain, drafted[1:] or drafted
 
 

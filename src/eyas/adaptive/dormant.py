@@ -19,19 +19,88 @@ This module knows no policy and no method.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape, method_name
+from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
-__all__ = ["WAITING", "DormantSession"]
+__all__ = ["WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "adapted"]
 
 WAITING = 512  # places of a row
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy wants of a cycle. It is made before anything of the cycle is drafted, so it knows the past only."""
+
+    shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
+    plain: frozenset[int] = frozenset()  # rows that go without a draft
+    why: str = ""  # for people
+    fallback: Drafter | None = None  # drafts in the method's place: a method that reads text alone
+
+    @property
+    def awake(self) -> bool:
+        """Whether the method drafts, for all rows."""
+        return self.fallback is None and not self.plain
+
+    def label(self, row: int) -> str:
+        """What drafts this row: "plain" (nothing), the fallback's name, "nodes/depth/branch", or "fixed" (as the options say)."""
+        if row in self.plain:
+            return "plain"
+        if self.fallback is not None:
+            return method_name(self.fallback)
+        return "fixed" if self.shape is None else "/".join(map(str, self.shape))
+
+
+class Policy(Protocol):
+    """Which trees, whose, and whether to draft at all.
+
+    It is asked before a cycle's draft, so it knows what came before and nothing that this cycle draws: also where children are drawn, the
+    text keeps the target's distribution.
+    """
+
+    def decide(self, cycle_input: CycleInput) -> Decision:
+        """For the cycle that begins with this input."""
+        ...
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """The Steps of the cycle that was decided about, one of each active row."""
+        ...
+
+    def is_dormant(self, rows: int) -> bool:
+        """Whether a cycle of so many rows would, as far as is known before it, go without the drafter: then a new row's prompt may wait."""
+        return False
+
+
+class AdaptiveDrafter(Drafter):
+    """A drafter under a policy, which keeps what it learns: decoders that follow each other may share one."""
+
+    def __init__(self, drafter: Drafter, policy: Policy) -> None:
+        super().__init__(drafter.target, drafter.options)
+        self.drafter, self.policy, self.net = drafter, policy, drafter.net
+        self.feature_layers, self.trained_length = drafter.feature_layers, drafter.trained_length
+        self.model_free, self.target_fingerprint = drafter.model_free, drafter.target_fingerprint
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]
+        return self.drafter.parts or (self.drafter,)
+
+    def open(self, rows: int) -> DraftSession:
+        return DormantSession(self.drafter.open(rows), rows, self.policy)
+
+    def describe(self) -> dict[str, object]:
+        return self.drafter.describe()
+
+
+def adapted(drafter: Drafter, policy: Policy | None) -> Drafter:
+    """The drafter under this policy; without one, the drafter itself."""
+    return drafter if policy is None else AdaptiveDrafter(drafter, policy)
 
 
 class _Accepted(NamedTuple):
@@ -60,21 +129,36 @@ class _Missed:
 
 
 class DormantSession(DraftSession):
-    """Stands between the loop and a session of B rows. rests: whether the next cycle will go without the session, as far as is known."""
+    """Stands between the engine and a session of B rows, and asks the policy before every cycle."""
 
-    def __init__(self, session: DraftSession, rows: int, is_dormant: Callable[[], bool] = lambda: False) -> None:
-        self.session, self.rows, self.is_dormant = session, rows, is_dormant
+    def __init__(self, session: DraftSession, rows: int, policy: Policy) -> None:
+        self.session, self.rows, self.policy = session, rows, policy
+        self.decision: Decision | None = None  # about the cycle under way
         self.missed: list[_Missed | None] = [None] * rows
         self.root: Tree | None = None  # the tree of a plain cycle, once there was one
         self.asleep: CycleInput | None = None  # of the cycle under way, when the session sleeps
         self.fallback: _FallbackSession | None = None  # once one was asked for
+        self.active_rows: set[int] = set()
 
-    def fixed(self, roots: CycleInput) -> Capturable | None:
-        if roots.decision.plain or roots.decision.fallback is not None:
+    def _decide(self, cycle_input: CycleInput) -> Decision:
+        """Once in a cycle."""
+        if self.decision is None:
+            self.active_rows = set(cycle_input.active_rows)
+            self.decision = self.policy.decide(cycle_input)
+        return self.decision
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        self.decision = None
+        self.policy.observe(steps)
+
+    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        decision = self._decide(cycle_input)
+        if not decision.awake:
             return None
-        for row in roots.active_rows:
+        for row in cycle_input.active_rows:
             self._catch_up(row)
-        return self.session.fixed(roots)
+        capturable = self.session.capturable(replace(cycle_input, tree_shape=decision.shape))
+        return capturable and replace(capturable, tree_shape=decision.shape)
 
     def keep(self, row: int, length: int) -> int:
         self._catch_up(row)
@@ -82,13 +166,16 @@ class DormantSession(DraftSession):
 
     def begin(self, row: int, kept: int, total: int) -> None:
         self.missed[row] = None
+        self.active_rows.add(row)
         if self.fallback is not None:
             self.fallback.begin(row, kept)
         self.session.begin(row, kept, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        if (missed is None and not self.is_dormant()) or len(tokens_T) + (missed.places if missed else 0) > WAITING:
+        if (missed is None and not self.policy.is_dormant(len(self.active_rows))) or len(tokens_T) + (
+            missed.places if missed else 0
+        ) > WAITING:
             self._catch_up(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return
@@ -97,7 +184,8 @@ class DormantSession(DraftSession):
         missed.places += len(tokens_T)
 
     def draft(self, roots: CycleInput) -> Draft:
-        plain, fallback = roots.decision.plain, roots.decision.fallback
+        decision = self._decide(roots)
+        plain, fallback, roots = decision.plain, decision.fallback, replace(roots, tree_shape=decision.shape)
         alone = bool(plain) and plain.issuperset(roots.active_rows)
         self.asleep = roots if alone or fallback is not None else None
         if alone:
@@ -127,6 +215,7 @@ class DormantSession(DraftSession):
 
     def end(self, row: int) -> None:
         self.missed[row] = None
+        self.active_rows.discard(row)
         if self.fallback is not None:
             self.fallback.session.end(row)
         self.session.end(row)

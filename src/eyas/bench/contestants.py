@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from eyas.adaptive.dormant import Policy, adapted
 from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
-from eyas.core.engine import Decoder, Policy, Request, StageTimer, Step, Verify, Watch
+from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, keeps_well
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
@@ -99,21 +100,21 @@ class Drafting(Contestant):
         return answer.replace(memory=_memory(device, before), comparable=comparable)
 
     def timed(
-        self, request: Request, watch: Watch | None = None, clock: Callable[[], StageTimer] | None = None
+        self, request: Request, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None
     ) -> Iterator[tuple[Step, float]]:
         """Every step and its seconds; what `watch` or the reader of the steps does in between is not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
-        plain = watch is None and clock is None
+        plain = watch is None and timer is None
         if decoder is None or not plain:
-            decoder = Decoder(self.drafter.target, self.drafter, verify=self.verify, watch=watch, policy=self.policy, clock=clock)
+            decoder = Decoder(self.drafter.target, adapted(self.drafter, self.policy), verify=self.verify, watch=watch, timer=timer)
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if decoder.lasts and plain:
+        if keeps_well(decoder) and plain:
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from eyas.adaptive.cost import LEVELS, draft_cost
+from eyas.adaptive.dormant import Decision
 from eyas.bench import cost
 from eyas.bench.contestants import Drafting
 from eyas.bench.cost import Need
@@ -53,10 +54,10 @@ def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: P
     """
     question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
     target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
-    clock = partial(_Synchronized, target.device) if target.device.type == "cuda" else StageTimer
+    timer = partial(_Synchronized, target.device) if target.device.type == "cuda" else StageTimer
     ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name not in bench.failed]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
-        timed = list(islice(contestant.timed(request, clock=clock), 1 + WARM + CYCLES))
+        timed = list(islice(contestant.timed(request, timer=timer), 1 + WARM + CYCLES))
         found = cycles_of(timed, len(request.prompt))
         if found is None:
             continue
@@ -84,18 +85,23 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
             cycles.append((step, seconds, committed))
             committed += len(step.tokens)
     cycles = cycles[warm:]
-    drafted = [c for c in cycles if c[0].decision.awake] or cycles
+    drafted = [c for c in cycles if _awake(c[0])] or cycles
     if not drafted:
         return None
     records = [cycle_of(step, seconds) for step, seconds, _ in drafted]
     ms = stage_ms(records)
     whole = sum(ms.values())
     return {
-        "cycles": len(drafted), "plain": sum(not step.decision.awake for step, *_ in cycles),
+        "cycles": len(drafted), "plain": sum(not _awake(step) for step, *_ in cycles),
         "nodes": round(float(np.mean([r.nodes for r in records])), 2), "context": round(float(np.mean([c for *_, c in drafted])), 1),
         "cycle_ms": round(whole, 4), "ms": {name: round(value, 4) for name, value in ms.items()},
         "percent": {name: round(100 * value / whole, 1) for name, value in ms.items()},
     }  # fmt: skip
+
+
+def _awake(step: Step) -> bool:
+    """Whether the method drafted in this cycle."""
+    return not isinstance(step.decision, Decision) or step.decision.awake
 
 
 def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
@@ -116,7 +122,9 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
     """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static tree and for one level."""
-    asked = Counter(s.decision.shape for s, _ in timed if s.decision.shape is not None and s.decision.awake)
+    asked = Counter(
+        s.decision.shape for s, _ in timed if isinstance(s.decision, Decision) and s.decision.awake and s.decision.shape is not None
+    )
     shape = asked.most_common(1)[0][0] if asked else drafter.max_tree
     if shape is None or shape.depth < 2:
         return None
@@ -154,7 +162,7 @@ class _Ranges(StageTimer):
 
 def _trace(contestant: Drafting, request: Request, path: Path) -> None:
     """Write some cycles in Chrome's trace format."""
-    steps = contestant.timed(request, clock=_Ranges)
+    steps = contestant.timed(request, timer=_Ranges)
     for _ in islice(steps, 1 + WARM):
         pass
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else [])]

@@ -34,18 +34,19 @@ class Tally:
         return tally
 
     def _decode(self, llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any]) -> Iterator[Piece]:
+        from eyas.adaptive.dormant import adapted
         from eyas.api import Piece
         from eyas.core.engine import Decoder
 
         request, reader = llm.request(prompt, **keywords)
-        decoder = Decoder(llm.target, llm.drafter, policy=llm.policy)
+        decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy))
         decoder.add(request)
         while not decoder.finished:
             for step in decoder.step():
                 if step.prefill:
                     self.prefill_seconds = step.seconds
                 else:
-                    self.decided.append(step.decided)
+                    self.decided.append(step.plan)
                 yield Piece(reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
 
     def __iter__(self) -> Tally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from eyas import checkpoints, kernels
 from eyas.checkpoints import Weights
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.requests import PlanLabel, Step
+from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.errors import OptionError, near
 from eyas.nn import Documents, fp8, with_cpu_kernels
@@ -30,7 +31,7 @@ from eyas.nn import Documents, fp8, with_cpu_kernels
 if TYPE_CHECKING:
     from eyas.core.target import Target
 
-__all__ = ["Batch", "CycleInput", "Decision", "DraftSession", "Drafter", "Loss", "NoOptions", "Shape", "build_options"]
+__all__ = ["Batch", "CycleInput", "DraftSession", "Drafter", "Loss", "NoOptions", "Shape", "build_options", "method_name"]
 
 
 class Shape(NamedTuple):
@@ -46,23 +47,6 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What a policy wants of a cycle. It is made before anything of the cycle is drafted, so it knows the past only."""
-
-    shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
-    plain: frozenset[int] = frozenset()  # rows that go without a draft
-    why: str = ""  # for people
-    fallback: Drafter | None = (
-        None  # drafts in the method's place; one that reads no features and learns nothing from a verdict but the text
-    )
-
-    @property
-    def awake(self) -> bool:
-        """Whether the method drafts, for all rows."""
-        return self.fallback is None and not self.plain
-
-
-@dataclass(frozen=True)
 class CycleInput:
     """Where each row stands when a cycle begins."""
 
@@ -73,9 +57,12 @@ class CycleInput:
     noise: GumbelNoise
     max_position: int  # the largest position, known to the host
     history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
-    active_rows: tuple[int, ...] = ()  # the active rows, known to the host; filled by the Decoder
-    decision: Decision = field(default_factory=Decision)  # of the policy, for this cycle
-    row_tokens: tuple[Sequence[int], ...] = ()  # each row's tokens, root last, known to the host; those of the rows themselves, which grow
+    active_rows: tuple[int, ...] = ()  # the same, known to the host; filled by the Decoder
+    row_tokens: tuple[Sequence[int], ...] = ()  # each row's tokens, root last, known to the host; the rows' own lists, which grow
+    processors: tuple[tuple[Processor, ...], ...] = ()  # each row's logits processors; empty where no row has any
+    eos: tuple[frozenset[int], ...] = ()  # each row's end-of-text tokens; nothing behind one is ever emitted
+    remaining: tuple[int, ...] = ()  # how many tokens each row may still get
+    tree_shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
 
 
 @dataclass(frozen=True)
@@ -99,20 +86,25 @@ class Loss:
 
 @dataclass(frozen=True)
 class Capturable:
-    """A session that drafts and commits by operations of the device alone, the same ones in every cycle from such roots (the same rows'
-    Sampling but for seeds, decision and `max_position`): so they can be recorded and replayed (CUDA graphs)."""
+    """A session that drafts and commits by operations of the device alone, the same ones in every cycle from such an input (the same
+    rows' Sampling but for seeds, tree shape and `max_position`): so its cycles can be recorded and replayed (CUDA graphs)."""
 
     session: DraftSession
-    state: Mapping[str, tuple[int, ...]]  # its tensors that a cycle reads and replaces, with their full shapes; they may get shorter ones
-    addresses: tuple[int, ...] = ()  # where its caches lie in memory
-    inplace_state: tuple[Tensor, ...] = ()  # what a cycle shifts where it lies: run twice, it would be shifted twice
+    state: Mapping[
+        str, tuple[int, ...]
+    ]  # its tensors that a cycle reads and replaces, with their full shapes; a cycle may leave shorter ones
+    addresses: tuple[int, ...] = ()  # of its caches in memory
+    inplace_state: tuple[Tensor, ...] = ()  # tensors that a cycle changes where they lie, from what it finds there
+    tree_shape: Shape | None = None  # with which it drafts, where that is not the input's
 
 
 class DraftSession(ABC):
     """The state of B rows. Rows join and leave between cycles."""
 
-    def fixed(self, roots: CycleInput) -> Capturable | None:
-        """What drafts from these roots, where it can be recorded; None: it looks at values on the host."""
+    decision: PlanLabel | None = None  # of a drafter that adapts, for the cycle under way
+
+    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        """What drafts from this input, where it can be recorded; None: it looks at values on the host."""
         return None
 
     def keep(self, row: int, length: int) -> int:
@@ -134,6 +126,9 @@ class DraftSession(ABC):
 
     def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
         """Learn what was accepted; tokens and features of other nodes are forgotten."""
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """Called after every cycle with its Steps, one of each active row: for drafters that adapt."""
 
     def end(self, row: int) -> None:
         """The row is empty again."""
@@ -171,6 +166,7 @@ class Drafter(ABC):
     model_free: bool = False
     target_fingerprint: str | None = None
     gradient_checkpointing: bool | None = None
+    parts: tuple[Drafter, ...] = ()
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
@@ -178,7 +174,7 @@ class Drafter(ABC):
 
     @property
     def max_tree(self) -> Shape | None:
-        """The largest tree that `CycleInput.decision` may ask for; None: the method's trees are as they are."""
+        """The largest tree that `CycleInput.tree_shape` may ask for; None: the method's trees are as they are."""
         return None
 
     @property
@@ -244,6 +240,14 @@ class Drafter(ABC):
     def describe(self) -> dict[str, Any]:
         """The tree, for `--json`."""
         return {}
+
+
+def method_name(drafter: Drafter) -> str:
+    """The name that `--method` takes; `eagle2+suffix` for two merged methods."""
+    parts = drafter.parts
+    if parts:
+        return "+".join(method_name(part) for part in parts)
+    return type(drafter).__module__.removeprefix("eyas.drafters.")
 
 
 def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:

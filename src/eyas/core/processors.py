@@ -19,13 +19,33 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from eyas.core.sampling import Sampling, apply_sampling
+from eyas.core.drafter import CycleInput
+from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
 from eyas.core.tree import Draft
 from eyas.errors import InputError
 
-__all__ = ["Processor", "apply_processors", "run_processors"]
+__all__ = ["apply_processors", "node_scores", "run_processors"]
 
-Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+
+def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> Tensor:
+    """float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node.
+
+    Each row's own `Sampling`, and its processors, once per node, with that node's own prefix where something depends on it.
+    """
+    seen_BNV = None
+    if cycle_input.history_BV is not None:
+        seen_BNV = draft.tree.seen(draft.tokens_BN, cycle_input.history_BV)
+    if not cycle_input.processors:
+        return apply_sampling_rows(logits_BNV, cycle_input.sampling, seen_BNV)
+    rows = []
+    for b, (sampling, processors) in enumerate(zip(cycle_input.sampling, cycle_input.processors, strict=True)):
+        seen_NV = None if seen_BNV is None else seen_BNV[b]
+        if not processors:
+            rows.append(apply_sampling(logits_BNV[b], sampling, seen_NV))
+            continue
+        tokens, eos, remaining = cycle_input.row_tokens[b], cycle_input.eos[b], cycle_input.remaining[b]
+        rows.append(apply_processors(logits_BNV[b], draft, b, tokens, sampling, seen_NV, processors, eos, remaining))
+    return torch.stack(rows)
 
 
 def run_processors(processors: Sequence[Processor], tokens: Sequence[int], greedy: bool) -> Callable[[Tensor], Tensor] | None:

@@ -25,7 +25,9 @@ from torch import Tensor
 from eyas import kernels
 from eyas.errors import OptionError
 
-__all__ = ["GumbelNoise", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
+__all__ = ["GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 
 
 @dataclass(frozen=True, repr=False)

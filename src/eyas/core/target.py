@@ -90,8 +90,8 @@ class Runner(Protocol):
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
 
-    def recorder(self) -> Any:
-        """What records the cycles of one decoder (`replay.Recorder`), or None."""
+    def wrap_cycle(self, cycle: Any) -> Any:
+        """How the cycles of one decoder are run (`core.cycle.CycleRunner`): as they are, or by recordings of them."""
         ...
 
 
@@ -379,8 +379,8 @@ class ModelRunner:
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         return other
 
-    def recorder(self) -> None:
-        return None
+    def wrap_cycle(self, cycle: Any) -> Any:
+        return cycle
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return families.head(target.family, hidden)

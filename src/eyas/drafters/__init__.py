@@ -10,10 +10,10 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from eyas.core.drafter import Batch, Capturable, CycleInput, Decision, Drafter, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss, Shape
 from eyas.errors import OptionError, near
 
-__all__ = ["Batch", "Capturable", "CycleInput", "Decision", "DraftSession", "Drafter", "Loss", "Shape", "find", "names"]
+__all__ = ["Batch", "Capturable", "CycleInput", "DraftSession", "Drafter", "Loss", "Shape", "find", "names"]
 
 
 def names() -> list[str]:

@@ -184,7 +184,7 @@ class EagleSession(DraftSession):
         state = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in state}
 
-    def fixed(self, roots: CycleInput) -> Capturable | None:
+    def capturable(self, roots: CycleInput) -> Capturable | None:
         if self.drafter.samples_children and not roots.noise.all_greedy:  # the host judges what was drawn
             return None
         largest, held = self.drafter.max_tree, roots.max_position

@@ -139,8 +139,8 @@ def grow_dynamic(growth: Growth, roots: CycleInput, shape: DynamicTree) -> Draft
     children each; at the end the `nodes - 1` best of all are kept. Ties: by value, then shallower, then in order of drafting.
     A policy's decision may make the tree smaller.
     """
-    if roots.decision.shape is not None:
-        shape = replace(shape, **roots.decision.shape.within(shape.shape)._asdict())
+    if roots.tree_shape is not None:
+        shape = replace(shape, **roots.tree_shape.within(shape.shape)._asdict())
     if growth.at_once is not None and (draft := growth.at_once(shape)) is not None:
         return draft
     B, device = roots.tokens_B.shape[0], roots.tokens_B.device

@@ -80,7 +80,7 @@ class FeatureSession(DraftSession):
         self.grow = grow
         self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
 
-    def fixed(self, roots: CycleInput) -> Capturable:
+    def capturable(self, roots: CycleInput) -> Capturable:
         return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
     def keep(self, row: int, length: int) -> int:

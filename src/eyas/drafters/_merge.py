@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import CycleInput, Drafter, DraftSession
+from eyas.core.drafter import CycleInput, Drafter, DraftSession, method_name
 from eyas.core.tree import Draft, TargetOutput, Verdict, matching_nodes, merge
 
-__all__ = ["Merged", "method_name"]
+__all__ = ["Merged"]
 
 
 class Merged(Drafter):
@@ -40,13 +40,6 @@ class Merged(Drafter):
     def describe(self) -> dict[str, Any]:
         first, second = self.parts
         return {**first.describe(), "with": {"method": method_name(second), **second.describe()}}
-
-
-def method_name(drafter: Drafter) -> str:
-    """What `--method` calls it; `eagle2+suffix` for two."""
-    if isinstance(drafter, Merged):
-        return "+".join(method_name(part) for part in drafter.parts)
-    return type(drafter).__module__.removeprefix("eyas.drafters.")
 
 
 class Session(DraftSession):

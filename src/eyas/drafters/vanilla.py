@@ -14,7 +14,7 @@ class Session(DraftSession):
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tree = Tree.chain(rows, 1, device)
 
-    def fixed(self, roots: CycleInput) -> Capturable:
+    def capturable(self, roots: CycleInput) -> Capturable:
         return Capturable(self, {})
 
     def keep(self, row: int, length: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
+from eyas.core.cycle import CycleRunner
 from eyas.core.target import ForwardInput, ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
@@ -135,8 +136,8 @@ class CpuRunner:
             features_MF = torch.cat([parts[k] for k in work.feature_layers], dim=1)
         return TargetOutput(logits, features_MF.view(R, Q, -1))
 
-    def recorder(self) -> None:
-        return None
+    def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
+        return cycle
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         try:

@@ -24,13 +24,14 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from eyas.core.cycle import Cycle, CycleRunner
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.kernels import EXACT, ThreadCount
 from eyas.nn import Backend
 from eyas.runners.attention import packed
 from eyas.runners.compiled import CompiledLayers
-from eyas.runners.recording import BUCKET, Cycle, State
+from eyas.runners.recording import BUCKET, CycleReplay, State
 
 __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
 
@@ -201,8 +202,8 @@ class GraphRunner:
     def backend(self) -> Backend | None:
         return None if self.compiled is None else self.compiled.backend
 
-    def recorder(self) -> CycleRecorder:
-        return CycleRecorder(self.capture, self._within)
+    def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
+        return CycleReplay(cycle, CycleRecorder(self.capture, self._within))
 
     @contextmanager
     def _within(self) -> Iterator[None]:

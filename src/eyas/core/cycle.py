@@ -1,0 +1,79 @@
+"""One cycle of speculative decoding, up to its end on the device: draft, one pass of the target over the tree, verification, commit.
+
+This module knows no requests, no method and no model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.processors import node_scores
+from eyas.core.sampling import GumbelNoise
+from eyas.core.target import TargetSession
+from eyas.core.timing import StageTimer
+from eyas.core.tree import Draft, TargetOutput, Verdict
+
+__all__ = ["Cycle", "CycleRunner", "Verify"]
+
+Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The result of one cycle, on the device."""
+
+    draft: Draft
+    output: TargetOutput
+    scores_BNV: Tensor
+    verdict: Verdict
+    columns_BX: Tensor  # int64; all that the host reads: length, bonus, whether a score is NaN, P tokens, P path nodes
+
+
+class CycleRunner:
+    """Runs the cycles of one decoder. A target's runner may wrap it (`Runner.wrap_cycle`), for example to replay recorded cycles.
+
+    Attributes:
+        extra_slots: cache slots that it needs beyond prompt and new tokens.
+    """
+
+    extra_slots = 0
+
+    def __init__(self, target: TargetSession, drafter: DraftSession, verify: Verify) -> None:
+        self.target, self.drafter, self.verify = target, drafter, verify
+
+    def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
+        return self.run(cycle_input, timer, self.drafter)
+
+    def run(self, cycle_input: CycleInput, timer: StageTimer, drafter: DraftSession | None, draft: Draft | None = None) -> Cycle:
+        """One cycle.
+
+        Args:
+            drafter: drafts, and learns what was accepted; None: `draft` is given, and its drafter learns later.
+            draft: the draft, where there is one already.
+        """
+        if draft is None:
+            assert drafter is not None
+            with timer.stage("draft"):
+                draft = drafter.draft(cycle_input)
+        with timer.stage("target"):
+            output = self.target.forward(draft.tokens_BN, draft.tree)
+        with timer.stage("verify"):
+            scores_BNV = node_scores(output.logits_BNV, draft, cycle_input)
+            verdict = self.verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise)
+        with timer.stage("commit"):
+            self.target.commit(verdict, cycle_input.active_B)
+            if drafter is not None:
+                drafter.commit(draft, verdict, output)
+        return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict))
+
+
+def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
+    """int64 [B, 3 + 2 P]: everything that the host needs to know, for one transfer."""
+    nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.broken_B is None else verdict.broken_B
+    head = [verdict.length_B[:, None], verdict.bonus_B[:, None], nan_B[:, None].long()]
+    return torch.cat([*head, verdict.tokens_BP, verdict.path_BP], 1)

@@ -1,0 +1,36 @@
+"""Seconds by stage of one cycle, on the host's clock. The engine names the stages; nothing else in `core` knows time."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+__all__ = ["StageTimer"]
+
+
+class StageTimer:
+    """Times the stages of one cycle: "draft", "target", "verify", "commit".
+
+    Attributes:
+        began: when the cycle began, `time.perf_counter` seconds.
+        parts: seconds of each stage so far. On a GPU a stage ends when its work was handed over, not when it is done.
+    """
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.parts: dict[str, float] = {}
+        self._stage, self._since = "", 0.0
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """Everything inside the `with` belongs to this stage. Stages follow each other, they do not nest."""
+        self._stage = name
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.parts[self._stage] = time.perf_counter() - self._since
+
+    def now(self) -> float:
+        return time.perf_counter()

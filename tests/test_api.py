@@ -215,7 +215,7 @@ def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
 
 def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones, several rows, a broken-off stream."""
-    monkeypatch.setattr(decode, "KEPT", 1 << 30)
+    monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 1 << 30)
     made = list[object]()
     whole = Decoder.__init__
 
@@ -234,7 +234,7 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
     prompts = ["One row", "and another one", "and a third"]
     for prompt, result in zip(prompts, fresh.generate(prompts, batch_size=2, max_new_tokens=8), strict=True):
         assert tuple(result.token_ids) == plain(llm, prompt, 8)
-    monkeypatch.setattr(decode, "KEPT", 0)
+    monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 0)
     fresh.generate("Large", max_new_tokens=4)
     made.clear()
     assert tuple(fresh.generate("Short.", max_new_tokens=12).token_ids) == plain(llm, "Short.", 12)

@@ -65,11 +65,13 @@ def test_links_and_files_of_the_pages() -> None:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_names_of_the_glossary() -> None:
-    """Guards the glossary's last column: `path.py` `name` stands for a name that is in that file, a folder for one that is there."""
+def test_names_of_the_pages() -> None:
+    """Guards files that pages name, and the glossary's last column: `path.py` `name` is a name in that file."""
     cells = [line.rstrip("| ").rpartition("|")[2] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:1] == "|"]
     named = [match for cell in cells for match in re.finditer(r"`([\w/.]+(?:/|\.py))`((?:[ ,]+`[A-Za-z_]+`)*)", cell)]
     assert len(named) > 30
+    for page in ("README.md", "docs/how_it_works.md"):
+        named += re.finditer(r"`?\b([\w/]+\.py)\b()", (ROOT / page).read_text())
     for match in named:
         path = next((base / match[1] for base in (ROOT / "src" / "eyas", ROOT) if (base / match[1]).exists()), None)
         assert path is not None, match[0]

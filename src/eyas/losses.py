@@ -1,20 +1,24 @@
 """Loss functions of draft heads.
 
-Two terms, both summed over the positions of a mask and divided by a normalizer of the caller (EAGLE, section 3.2):
+Two terms, both summed over the positions of a mask and divided by a normalizer of the caller
+(EAGLE, section 3.2):
 
     smooth_l1                 between the predicted feature and the target's feature
     soft_cross_entropy        between the distributions that the LM head computes from them
 
-`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so that the logits of a
-whole batch never exist: it computes the gradient of each chunk of positions together with its value and keeps only
-that, [.., D] instead of [.., V]. Both read only the positions of the mask. `draft_cross_entropy` is the same for an LM
-head that is trained itself, over a draft vocabulary, where several steps of the training-time test are compared with one
-target distribution (EAGLE-3). Values and gradients are those of the plain formula.
+`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so
+that the logits of a whole batch never exist: it computes the gradient of each chunk of positions
+together with its value and keeps only that, [.., D] instead of [.., V]. Both read only the
+positions of the mask. `draft_cross_entropy` is the same for an LM head that is trained itself, over
+a draft vocabulary, where several steps of the training-time test are compared with one target
+distribution (EAGLE-3). Values and gradients are those of the plain formula.
 
-This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no gradient.
+This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
+gradient.
 
-Shapes: R sequences, T tokens, D hidden size, V vocabulary, M positions in the mask, N positions, C rows of a chunk,
-K draft predictions, U target positions, v draft vocabulary. p is the target's distribution, q the draft's.
+Shapes: R sequences, T tokens, D hidden size, V vocabulary, M positions in the mask, N positions, C
+rows of a chunk, K draft predictions, U target positions, v draft vocabulary. p is the target's
+distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ def smooth_l1(predicted_RTD: Tensor, true_RTD: Tensor, mask_RT: Tensor, normaliz
 
 
 def weighted_smooth_l1(predicted_KD: Tensor, true_KD: Tensor, weight_K: Tensor) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed over the rows; a scalar."""
+    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed over the rows; a
+    scalar.
+    """
     losses_KD = F.smooth_l1_loss(_at_least_float32(predicted_KD), _at_least_float32(true_KD.detach()), reduction="none")
     return (losses_KD.mean(-1) * weight_K).sum()
 
@@ -61,12 +67,14 @@ def soft_cross_entropy(
     normalizer: Tensor | float,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
-    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the mask, divided by `normalizer`.
+    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the mask,
+    divided by `normalizer`.
 
     Args:
         mask_RT: bool or 0/1; the positions that count.
         normalizer: the number of counted positions for a mean.
-        chunk_elements: logits that are processed at a time; bounds the memory beside the arguments and the gradient.
+        chunk_elements: logits that are processed at a time; bounds the memory beside the arguments
+            and the gradient.
 
     Returns:
         A scalar.
@@ -88,17 +96,20 @@ def soft_cross_entropy_of(
     vocab_size: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """`soft_cross_entropy(head(predicted), head(true), mask, normalizer)`, without all these logits in memory.
+    """`soft_cross_entropy(head(predicted), head(true), mask, normalizer)`, without all these logits
+    in memory.
 
     Args:
-        head: features [..., D] -> logits [..., V]; frozen: it gets no gradient. Called once for each chunk of rows.
+        head: features [..., D] -> logits [..., V]; frozen: it gets no gradient. Called once for
+            each chunk of rows.
         mask_RT: bool or 0/1; the positions that count.
         normalizer: the number of counted positions for a mean.
         vocab_size: V.
         chunk_elements: logits that are processed at a time; bounds the memory.
 
     Returns:
-        The loss (a scalar), and the number of positions of the mask (int64 scalar) where both logits have the same argmax.
+        The loss (a scalar), and the number of positions of the mask (int64 scalar) where both
+        logits have the same argmax.
     """
     mask_RT = mask_RT.bool()
     predicted_MD = predicted_RTD[mask_RT]
@@ -111,7 +122,9 @@ def soft_cross_entropy_of(
 
 @dataclass(frozen=True)
 class DraftLosses:
-    """The result of `draft_cross_entropy`, for each draft prediction; only the total has a gradient."""
+    """The result of `draft_cross_entropy`, for each draft prediction; only the total has a
+    gradient.
+    """
 
     total: Tensor  # scalar: the weighted sum
     loss_K: Tensor  # cross-entropy; 0 where the prediction does not count
@@ -129,11 +142,13 @@ def draft_cross_entropy(
     draft_ids_v: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> DraftLosses:
-    """Cross-entropy over the draft vocabulary between a trained LM head's distribution and the target's (EAGLE-3, section 3.1).
+    """Cross-entropy over the draft vocabulary between a trained LM head's distribution and the
+    target's (EAGLE-3, section 3.1).
 
-    The target's distribution is restricted to the draft vocabulary and renormalized; where its most likely token is not in
-    there, the prediction does not count. Logits exist for one chunk of positions at a time, and the target's logits of a
-    position are computed once, however many predictions are compared with them.
+    The target's distribution is restricted to the draft vocabulary and renormalized; where its most
+    likely token is not in there, the prediction does not count. Logits exist for one chunk of
+    positions at a time, and the target's logits of a position are computed once, however many
+    predictions are compared with them.
 
     Args:
         hidden_KD: normed hidden states of the draft.
@@ -142,7 +157,8 @@ def draft_cross_entropy(
         weight_K: weight of each prediction in the total.
         positions: U, the number of target positions.
         target_logits: a slice of the positions -> the target's logits [C, V]; frozen.
-        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two vocabularies are the same.
+        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two vocabularies are
+            the same.
         chunk_elements: draft logits in memory at a time.
     """
     elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # fits a CPU's cache; few GPU launches
@@ -156,7 +172,9 @@ def draft_cross_entropy(
 
 
 def _cross_entropy_and_gradient(predicted_CV: Tensor, true_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of some rows, and its gradient with respect to the predicted logits: q - p."""
+    """The summed cross-entropy of some rows, and its gradient with respect to the predicted logits:
+    q - p.
+    """
     p_CV = _at_least_float32(true_CV).softmax(-1)
     log_q_CV = _at_least_float32(predicted_CV).log_softmax(-1)
     return -(p_CV * log_q_CV).sum(), log_q_CV.exp_().sub_(p_CV)
@@ -186,7 +204,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyThroughHead(torch.autograd.Function):
-    """The sum over all rows, from features; the forward computes the gradient with respect to the features too."""
+    """The sum over all rows, from features; the forward computes the gradient with respect to the
+    features too.
+    """
 
     @staticmethod
     def forward(
@@ -218,7 +238,9 @@ class _CrossEntropyThroughHead(torch.autograd.Function):
 
 
 class _CrossEntropyThroughDraftHead(torch.autograd.Function):
-    """The forward computes the gradients with respect to hidden states and LM head together with the value, chunk by chunk."""
+    """The forward computes the gradients with respect to hidden states and LM head together with
+    the value, chunk by chunk.
+    """
 
     @staticmethod
     def forward(
@@ -272,7 +294,9 @@ class _CrossEntropyThroughDraftHead(torch.autograd.Function):
 
 
 def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p over the draft vocabulary [C, v]."""
+    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p
+    over the draft vocabulary [C, v].
+    """
     best_C = true_CV.argmax(-1)
     if draft_ids_v is None:
         return best_C, _at_least_float32(true_CV).softmax(-1)

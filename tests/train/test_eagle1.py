@@ -12,7 +12,7 @@ import zoo
 from eyas import checkpoints
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.train import loop
+from eyas.train import setup
 from eyas.train.loop import TrainConfig, train
 from heads import language
 
@@ -26,7 +26,7 @@ def target() -> Target:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out loss falls, the head in the folder is the best one bit by bit, and it is accepted more often than a random one."""
-    monkeypatch.setattr(loop, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
+    monkeypatch.setattr(setup, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
     drafter = Method.random(target, seed=1)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     config = TrainConfig(lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision=precision)  # type: ignore[arg-type]

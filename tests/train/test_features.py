@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import zoo
 from eyas import drafters
@@ -234,10 +235,9 @@ def broken(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def read_all(data: Data) -> None:
-    for side in (data.train, data.heldout):
-        for i in range(len(side)):
-            side.features(i, LAYERS)  # type: ignore[attr-defined]
+def read_all(data: Data) -> list[Tensor]:
+    """The features of all examples."""
+    return [side.features(i, LAYERS) for side in (data.train, data.heldout) for i in range(len(side))]  # type: ignore[attr-defined]
 
 
 def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
@@ -250,6 +250,29 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
         InputError, match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`"
     ):
         read_all(data)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "examples.safetensors", "shard-00001.safetensors"])
+def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
+    """In any file of a store, also in the parts that no checksum covered: the number of training examples, the names and lengths of the
+    data, a shard's header. One bit of every n-th byte: all files are refused, or say the same. No false alarm."""
+    data = FeatureStore(folder).data()
+    expected = read_all(data), data.sha256, data.report
+    content = (copy / name).read_bytes()
+    header = range(0, min(len(content), 1200), 7)
+    refused = 0
+    for place in [*header, *range(1200, len(content), max(1, len(content) // 40))]:
+        broken(copy / name, place)
+        try:
+            data = FeatureStore(copy).data()
+            found = read_all(data), data.sha256, data.report
+        except InputError:
+            refused += 1
+        else:
+            assert found[1:] == expected[1:], f"a flipped bit at {place} was not found"
+            assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), f"a flipped bit at {place} was not found"
+        (copy / name).write_bytes(content)
+    assert refused > 50
 
 
 def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""A datastore: texts as token ids, searched for the longest suffix of a context (REST, He et al. 2023, arXiv 2311.08252, section 3).
+"""A datastore: texts as token ids, searched for the longest suffix of a context (REST, He et al.
+2023, arXiv 2311.08252, section 3).
 
     FOLDER/manifest.json                 tokenizer, sources and segments; written last, so the files that it names are whole
            HASH.tokens.npy               a segment's documents, end to end
@@ -9,8 +10,8 @@
     _manifest.py    manifest and files             _build.py      sources to segments, appending, merging
     _store.py       look-ups in all segments
 
-All files are memory-mapped: opening takes no time, and the system's cache is the memory. This package knows no model, no
-tokenizer and no tree.
+All files are memory-mapped: opening takes no time, and the system's cache is the memory. This
+package knows no model, no tokenizer and no tree.
 """
 
 from __future__ import annotations

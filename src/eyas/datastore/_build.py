@@ -2,9 +2,10 @@
 
     sources --- tokens of each, in parts/ ---> grouped up to `segment_tokens` --- sorted ---> segments ---> manifest.json
 
-Tokenizing is the slow part: its result is kept source by source. The files of a segment are named by the hash of its
-tokens, so a segment that was sorted before an interrupt is found again. Both are used again only if their checksums are
-right. The manifest is replaced last; only then are files removed that it no longer names.
+Tokenizing is the slow part: its result is kept source by source. The files of a segment are named
+by the hash of its tokens, so a segment that was sorted before an interrupt is found again. Both are
+used again only if their checksums are right. The manifest is replaced last; only then are files
+removed that it no longer names.
 
 This module knows no tokenizer and no file format of a source.
 """
@@ -42,7 +43,7 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a datastore is made."""
+    """Settings of a datastore."""
 
     tokenizer: dict[str, str]  # identifies the tokenizer: SHA-256 of its parts
     tokenizer_name: str
@@ -73,16 +74,19 @@ def build(
     merge: bool = False,
     on_stage: OnStage = lambda _: None,
 ) -> Manifest:
-    """Make the folder hold these sources, or, with `append`, these as well. Sources that it holds are not read again.
+    """Make the folder hold these sources, or, with `append`, these as well. Sources that it holds
+    are not read again.
 
     Args:
         append: the sources become segments of their own, beside the existing ones.
-        merge: everything is sorted together, in as few segments as `segment_tokens` allows: each segment costs look-ups time.
+        merge: everything is sorted together, in as few segments as `segment_tokens` allows: each
+            segment costs look-ups time.
         on_stage: called with a description of each stage.
 
     Raises:
-        InputError: the folder holds other sources (without `append`), or tokens of another tokenizer; a source has no
-            tokens; a file is damaged or cannot be written; another process is building in the folder.
+        InputError: the folder holds other sources (without `append`), or tokens of another
+            tokenizer; a source has no tokens; a file is damaged or cannot be written; another
+            process is building in the folder.
     """
 
     def plan() -> tuple[Manifest | None, list[Source], bool]:
@@ -135,7 +139,9 @@ def _build(
 
 
 def _new_sources(folder: Path, old: Manifest | None, settings: Settings, sources: Sequence[Source], append: bool) -> list[Source]:
-    """The sources that the folder does not hold yet. InputError when they do not belong together with what it holds."""
+    """The sources that the folder does not hold yet. InputError when they do not belong together
+    with what it holds.
+    """
     unique = list({source.sha256: source for source in sources}.values())
     if old is None:
         if not unique:
@@ -172,7 +178,9 @@ def _part(folder: Path, settings: Settings, source: Source, on_stage: OnStage) -
 
 
 def _checked(source: Source, settings: Settings) -> Iterator[Sequence[int]]:
-    """The documents of a source. InputError when there is none, or a token is not in the vocabulary."""
+    """The documents of a source. InputError when there is none, or a token is not in the
+    vocabulary.
+    """
     is_empty = True
     for document in source.read():
         if len(document):
@@ -208,7 +216,9 @@ def _groups(arrays: Sequence[Array], settings: Settings) -> Iterator[Array]:
 
 
 def _pieces(tokens_T: Array, most: int) -> Iterator[Array]:
-    """Pieces of at most `most` tokens, cut after the last document that fits, or inside a document that alone is longer."""
+    """Pieces of at most `most` tokens, cut after the last document that fits, or inside a document
+    that alone is longer.
+    """
     separator = np.array([separator_of(tokens_T.dtype)], tokens_T.dtype)
     while len(tokens_T) > most:
         ends = np.flatnonzero(tokens_T[:most] == separator)

@@ -1,4 +1,5 @@
-"""manifest.json of a datastore, and its files: written as a whole, checked by size when opened and by SHA-256 on request.
+"""manifest.json of a datastore, and its files: written as a whole, checked by size when opened and
+by SHA-256 on request.
 
 This module knows no source and no suffix.
 """
@@ -113,7 +114,8 @@ class Manifest:
         """InputError when a file is missing or of another size.
 
         Args:
-            on_file: if given, checksums are compared too, and it is called with the bytes of each file that was read.
+            on_file: if given, checksums are compared too, and it is called with the bytes of each
+                file that was read.
         """
         for stored in self.segments:
             for kind, size, sha256 in zip(KINDS, stored.bytes, stored.sha256, strict=True):
@@ -159,7 +161,9 @@ def map_segment(folder: Path, stored: StoredSegment) -> tuple[Array, Array]:
 
 
 def write_array(path: Path, array: Array) -> tuple[int, str]:
-    """Write an .npy file; returns (bytes, SHA-256). InputError when it cannot be written; OSError when the disk is full."""
+    """Write an .npy file; returns (bytes, SHA-256). InputError when it cannot be written; OSError
+    when the disk is full.
+    """
     with file_errors(path, "written"), write_atomically(path) as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
         stream.write(array.view(np.uint8).data)
@@ -168,7 +172,8 @@ def write_array(path: Path, array: Array) -> tuple[int, str]:
 
 @contextmanager
 def file_errors(path: Path, done: str) -> Iterator[None]:
-    """Turn the system's errors into an InputError that names the file; a full disk stays an OSError.
+    """Turn the system's errors into an InputError that names the file; a full disk stays an
+    OSError.
 
     Args:
         done: what could not be done with the file, for example "read".

@@ -1,10 +1,11 @@
-"""One text of tokens with its sorted suffixes (a suffix array): finds a pattern, and the tokens that follow it.
+"""One text of tokens with its sorted suffixes (a suffix array): finds a pattern, and the tokens
+that follow it.
 
     tokens     documents, each followed by a separator, which is no token; big-endian, so that comparing bytes compares tokens
     suffixes   the positions of all suffixes, sorted by their first `depth` tokens
 
-The suffixes that begin with a pattern are neighbours in this order, sorted by the tokens that follow: two binary searches
-find them.
+The suffixes that begin with a pattern are neighbours in this order, sorted by the tokens that
+follow: two binary searches find them.
 
 Shapes: T tokens, S matches, D tokens after a match. This module knows no file.
 """
@@ -41,7 +42,9 @@ def join_documents(documents: Iterable[Sequence[int]], dtype: np.dtype[Any]) -> 
 
 
 def concatenate(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Arrays end to end, in this dtype (np.concatenate alone would change the order of bytes to the machine's)."""
+    """Arrays end to end, in this dtype (np.concatenate alone would change the order of bytes to the
+    machine's).
+    """
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
 
@@ -70,9 +73,11 @@ class Segment:
         return cls(tokens_T, order_of(tokens_T, depth))
 
     def longest(self, context: Sequence[int], shortest: int, longest: int) -> Span | None:
-        """The matches of the longest suffix of the context, of `shortest` to `longest` tokens, that the text contains; None without one.
+        """The matches of the longest suffix of the context, of `shortest` to `longest` tokens, that
+        the text contains; None without one.
 
-        The text contains a shorter suffix wherever it contains a longer one, so the length is found by bisection too.
+        The text contains a shorter suffix wherever it contains a longer one, so the length is found
+        by bisection too.
         """
         longest = min(longest, len(context))
         pattern = np.asarray(context[len(context) - longest :], self.tokens_T.dtype).tobytes()
@@ -102,7 +107,9 @@ class Segment:
         return read
 
     def following(self, span: Span, slots_S: Array, depth: int) -> Array:
-        """[S, D]: the `depth` tokens after these matches of the span; at the end of the text, the last separator is repeated."""
+        """[S, D]: the `depth` tokens after these matches of the span; at the end of the text, the
+        last separator is repeated.
+        """
         begin_S1 = self.suffixes_T[span.begin + slots_S].astype(np.int64)[:, None] + span.length
         following_SD: Array = self.tokens_T[np.minimum(begin_S1 + np.arange(depth), len(self.tokens_T) - 1)]
         return following_SD

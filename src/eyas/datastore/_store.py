@@ -1,4 +1,5 @@
-"""Look-ups in all segments: the longest match of a context in any of them, and an even sample of its continuations.
+"""Look-ups in all segments: the longest match of a context in any of them, and an even sample of
+its continuations.
 
 Shapes: S matches, D tokens after a match. This module knows no tree.
 """
@@ -27,7 +28,9 @@ class Matches:
 
 
 class Datastore:
-    """Looks contexts up. DEPTH, to which suffixes are sorted, bounds the length of match and continuation together."""
+    """Looks contexts up. DEPTH, to which suffixes are sorted, bounds the length of match and
+    continuation together.
+    """
 
     def __init__(self, segments: Sequence[Segment], vocab_size: int) -> None:
         """`vocab_size`: all tokens in it are below that."""
@@ -37,7 +40,9 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: Path) -> Datastore:
-        """Open a folder that `build` wrote. InputError when there is none, or files are missing or of another size."""
+        """Open a folder that `build` wrote. InputError when there is none, or files are missing or
+        of another size.
+        """
         manifest = Manifest.read(folder)
         manifest.check(folder)
         return cls([Segment(*map_segment(folder, stored)) for stored in manifest.segments], manifest.largest_token + 1)

@@ -1,8 +1,9 @@
 """Sorting of all suffixes of a text of tokens, up to a bounded depth, in numpy.
 
-Prefix doubling (Manber and Myers 1993), where only suffixes that are still tied are sorted again (Larsson and Sadakane
-1999). Suffixes that agree in their first `depth` tokens stay in the order of their positions: a look-up of so few tokens
-cannot tell, and a text that repeats itself takes no more rounds than another.
+Prefix doubling (Manber and Myers 1993), where only suffixes that are still tied are sorted again
+(Larsson and Sadakane 1999). Suffixes that agree in their first `depth` tokens stay in the order of
+their positions: a look-up of so few tokens cannot tell, and a text that repeats itself takes no
+more rounds than another.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Training of draft heads: chat data to counted tokens (`data`), and a loop that knows no method (`loop`)."""
+"""Training of draft heads: chat data to counted tokens (`data`), and a loop that knows no method
+(`loop`).
+"""

@@ -1,6 +1,8 @@
-"""One conversation to token ids, with a mark on every token that the assistant would have generated.
+"""One conversation to token ids, with a mark on every token that the assistant would have
+generated.
 
-The chat template is a foreign program that renders messages to one text. The assistant's replies in this text are found by
+The chat template is a foreign program that renders messages to one text. The assistant's replies in
+this text are found by
 
     marks       where the template has {% generation %}, it marks them itself
     prefixes    otherwise: reply k is the text between two prefixes of the whole text: the messages before the reply, with
@@ -11,9 +13,9 @@ The chat template is a foreign program that renders messages to one text. The as
                     |-- up to 1 ---------------------------|
                                                   ^^^^^^^^^^ reply 1
 
-Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then does not contain what
-the model once generated. This is noticed per conversation, by an "up to k" that is no prefix; then only the last reply
-counts.
+Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then
+does not contain what the model once generated. This is noticed per conversation, by an "up to k"
+that is no prefix; then only the last reply counts.
 
 A reply ends with its end-of-turn token; what the template writes after that is not the assistant's.
 This module knows no file, no split and no model.
@@ -60,7 +62,9 @@ class TokenizedChat:
 
 
 def messages_to_learn(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line up to the assistant's last reply, after which nothing counts. InputError when there is no reply."""
+    """The messages of a line up to the assistant's last reply, after which nothing counts.
+    InputError when there is no reply.
+    """
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
@@ -69,7 +73,9 @@ def messages_to_learn(record: Any) -> list[dict[str, Any]]:
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line in OpenAI's or ShareGPT's form, as dicts with role and content; InputError when it has neither."""
+    """The messages of a line in OpenAI's or ShareGPT's form, as dicts with role and content;
+    InputError when it has neither.
+    """
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))
@@ -108,7 +114,9 @@ class ChatReader:
         self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
 
     def read(self, record: Any) -> TokenizedChat:
-        """The conversation of one line of data. InputError, without the line's place, when it cannot be used."""
+        """The conversation of one line of data. InputError, without the line's place, when it
+        cannot be used.
+        """
         if not self.template:
             raise InputError("the tokenizer has no chat template; give the target folder one, or train on plain text")
         messages = messages_to_learn(record)
@@ -136,7 +144,8 @@ class ChatReader:
     def _replies(self, messages: Sequence[dict[str, Any]], whole: str, marks: list[Span]) -> tuple[list[Span], bool]:
         """The characters of the replies that count, and whether only the last one does.
 
-        Without marks, a reply at the start of the conversation does not count, as there is no prompt before it.
+        Without marks, a reply at the start of the conversation does not count, as there is no
+        prompt before it.
         """
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         ends = {k: self._render(messages[: k + 1])[0] for k in turns[:-1]}
@@ -151,9 +160,11 @@ class ChatReader:
         return ([last] if rewritten else [*((len(openings[k]), len(ends[k])) for k in turns[:-1] if k > 0), last]), rewritten
 
     def _last_begin(self, messages: Sequence[dict[str, Any]], whole: str, opening: str) -> int:
-        """The place where the last reply begins: after the opening, or after the part of it that stands before a written reply.
+        """The place where the last reply begins: after the opening, or after the part of it that
+        stands before a written reply.
 
-        (The openings of reasoning models end with <think>, which the text of a reply without reasoning lacks.)
+        (The openings of reasoning models end with <think>, which the text of a reply without
+        reasoning lacks.)
         """
         common = next((i for i, (a, b) in enumerate(zip(whole, opening, strict=False)) if a != b), min(len(whole), len(opening)))
         if common < len(opening) and common < len(self._render(messages[:-1])[0]):
@@ -173,7 +184,9 @@ class ChatReader:
         return list(out["input_ids"]), [(int(begin), int(end)) for begin, end in out["offset_mapping"]]
 
     def _tokens_of(self, span: Span, ids: Sequence[int], offsets: Sequence[Span], whole: str) -> Span:
-        """The tokens of a reply, from its characters: all that overlap them, up to and including the end-of-turn token."""
+        """The tokens of a reply, from its characters: all that overlap them, up to and including
+        the end-of-turn token.
+        """
         first = bisect_right(offsets, span[0], key=lambda at: at[1])
         past = max(first, bisect_left(offsets, span[1], key=lambda at: at[0]))
         stops = [t for t in range(first, past) if ids[t] in self.special]

@@ -1,4 +1,6 @@
-"""Hashes that decide whether a saved state belongs to a run: of the examples, and of the head's tensors that are not trained."""
+"""Hashes that decide whether a saved state belongs to a run: of the examples, and of the head's
+tensors that are not trained.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ __all__ = ["examples_hash", "untrained_hash"]
 
 
 def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> str:
-    """SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data is only valid for the same data."""
+    """SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data
+    is only valid for the same data.
+    """
     digest = hashlib.sha256()
     for part in (examples, heldout):
         for example in part:
@@ -26,7 +30,9 @@ def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> st
 
 
 def untrained_hash(drafter: Drafter) -> str:
-    """SHA-256 of the tensors of the head's checkpoint that are not trained: its draft vocabulary, embeddings of its own."""
+    """SHA-256 of the tensors of the head's checkpoint that are not trained: its draft vocabulary,
+    embeddings of its own.
+    """
     assert drafter.net is not None
     trained = set(drafter.net.state_dict())
     digest = hashlib.sha256()

@@ -1,4 +1,5 @@
-"""manifest.json of a folder of features: its target, tokenizer, data and layers, and the plan of its shards.
+"""manifest.json of a folder of features: its target, tokenizer, data and layers, and the plan of
+its shards.
 
 This module knows no features: it plans, and writes what does not need the target.
 """
@@ -49,7 +50,7 @@ MAX_PROBLEMS = 1000  # unusable lines of the data that the manifest lists
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """What two runs must agree on to write into one store."""
+    """Settings that two runs must share to write into one store."""
 
     target: dict[str, str]  # name, fingerprint, dtype
     tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
@@ -67,7 +68,7 @@ class FeatureSettings:
         return len(self.layers) * self.hidden_size * DTYPES[self.dtype].itemsize
 
     def differences(self, now: FeatureSettings, is_same_target: Callable[[str], bool]) -> list[str]:
-        """How another run's settings differ, for a message.
+        """The differences to another run's settings, for a message.
 
         Args:
             is_same_target: whether a fingerprint is that of the other run's target.
@@ -157,7 +158,7 @@ class Manifest:
             content = parse_json(text)
             format_name, version = content["format"], content["version"]
             manifest = cls._from_content(content) if format_name == FORMAT and version <= VERSION else None
-            # manifests that were written before version 0.4 have no checksum of their own
+            # manifests of earlier versions have no checksum of their own
             is_changed = content.get("sha256", _content_hash(content)) != _content_hash(content)
             is_changed = is_changed or (manifest is not None and content["id"] != manifest.id)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -209,7 +210,9 @@ class StorePlan:
     tensors: dict[str, Tensor]  # of all examples
 
     def write(self, folder: Path) -> None:
-        """Write manifest and examples; from them the shards can be made anywhere. OSError when they cannot be written."""
+        """Write manifest and examples; from them the shards can be made anywhere. OSError when they
+        cannot be written.
+        """
         write_tensors(folder / EXAMPLES_FILE, self.tensors, {})
         self.manifest.write(folder)
 
@@ -236,7 +239,9 @@ def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) 
 
 
 def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple[Shard, ...]:
-    """Shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the order of the shards."""
+    """Shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the
+    order of the shards.
+    """
     shards: list[Shard] = []
     first, tokens = 0, 0
 

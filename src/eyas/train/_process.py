@@ -1,4 +1,6 @@
-"""Settings of the process during a run: signal handlers, frozen target weights, denormal numbers. Each is restored at the end."""
+"""Settings of the process during a run: signal handlers, frozen target weights, denormal numbers.
+Each is restored at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptHandler:
-    """Records the first Ctrl-C or SIGTERM, so that the current step can end; the second one raises KeyboardInterrupt at once."""
+    """Records the first Ctrl-C or SIGTERM, so that the current step can end; the second one raises
+    KeyboardInterrupt at once.
+    """
 
     def __init__(self, on_first: Callable[[], None], ignore_second: bool = False) -> None:
-        """`ignore_second`: under torchrun, which sends a process the Ctrl-C that it has already got from the terminal."""
+        """`ignore_second`: under torchrun, which sends a process the Ctrl-C that it has already got
+        from the terminal.
+        """
         self.requested = False
         self.on_first = on_first
         self.ignore_second = ignore_second
@@ -59,7 +65,9 @@ def frozen(target: Any) -> Iterator[None]:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Denormal numbers count as zero: a CPU is many times slower with them, and no update of the weights depends on them."""
+    """Denormal numbers count as zero: a CPU is many times slower with them, and no update of the
+    weights depends on them.
+    """
     before = float(torch.tensor(2.0**-126) / 2) == 0
     torch.set_flush_denormal(True)
     try:
@@ -69,7 +77,9 @@ def flushed_denormals() -> Iterator[None]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16. A CPU without them is about four times slower in bfloat16 than in float32."""
+    """Whether the device has instructions for bfloat16. A CPU without them is about four times
+    slower in bfloat16 than in float32.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]

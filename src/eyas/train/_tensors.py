@@ -1,7 +1,7 @@
 """Safetensors files that hold their own checksum.
 
-Written here, because the library's writer copies everything and hides the system's reason of a failure (a full disk);
-read by the library.
+Written here, because the library's writer copies everything and hides the system's reason of a
+failure (a full disk); read by the library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose metadata has the SHA-256 of the data. OSError when it cannot be written.
+    """Write a safetensors file whose metadata has the SHA-256 of the data. OSError when it cannot
+    be written.
 
     The widest dtypes must come first, so that all tensors are aligned.
     """
@@ -65,7 +66,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(metadata, where the data begins, how many bytes the file should have); InputError when there is no header."""
+    """(metadata, where the data begins, how many bytes the file should have); InputError when there
+    is no header.
+    """
     try:
         with open(path, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

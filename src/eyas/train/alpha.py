@@ -1,8 +1,8 @@
 """Held-out figures from real decoding: n-alpha along a chain (EAGLE-1, section 5), and tau.
 
-n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it were accepted: n of the
-features that it was drafted from were the draft's own. tau is measured with the drafter's own tree. Knows no method: a
-drafter knows itself how it drafts a chain.
+n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it
+were accepted: n of the features that it was drafted from were the draft's own. tau is measured with
+the drafter's own tree. Knows no method: a drafter knows itself how it drafts a chain.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def chain_figures(
     Args:
         eos: tokens that end an answer.
         prompts: number of examples; drafted with chains of `depth`, or as deep as the drafter can.
-        tree_prompts: number of these examples that are decoded again with the drafter's own tree, whose cycles cost more.
+        tree_prompts: number of these examples that are decoded again with the drafter's own tree,
+            whose cycles cost more.
 
     Returns:
-        A function of the drafter, whose result has "0-alpha", "1-alpha", ... as far as drafts reached, "chain tau" and "tau".
+        A function of the drafter, whose result has "0-alpha", "1-alpha", ... as far as drafts
+        reached, "chain tau" and "tau".
     """
     chosen = [prompt for prompt in map(last_prompt, examples[:prompts]) if prompt]
 
@@ -65,7 +67,9 @@ def last_prompt(example: Example) -> tuple[int, ...]:
 
 
 def _decode(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]) -> list[Step]:
-    """The Steps of greedy decoding, prompt after prompt. Prompts that fill the context are left out."""
+    """The Steps of greedy decoding, prompt after prompt. Prompts that fill the context are left
+    out.
+    """
     steps: list[Step] = []
     for prompt in prompts:
         room = drafter.target.context - len(prompt)

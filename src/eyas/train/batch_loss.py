@@ -1,4 +1,6 @@
-"""The loss of one batch, and sums of such losses: what a training step and an evaluation have in common."""
+"""The loss of one batch, and sums of such losses: what a training step and an evaluation have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ __all__ = ["LossSums", "batch_loss", "batch_memory_errors", "check_finite", "mem
 
 
 class LossSums:
-    """Sums over batches: the loss, "count" (how many tokens count), and what else the method sums over those tokens."""
+    """Sums over batches: the loss, "count" (how many tokens count), and what else the method sums
+    over those tokens.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -52,7 +56,8 @@ def batch_loss(
 
     Args:
         batch: indices of its examples.
-        key: all randomness in the loss follows from it; the random numbers of the process stay as they are.
+        key: all randomness in the loss follows from it; the random numbers of the process stay as
+            they are.
         autocast_dtype: of the forward passes of target and head; None: the dtypes of their weights.
 
     Raises:

@@ -1,4 +1,5 @@
-"""The options of a training run, checked, and the numbers that follow from them: learning rate of a step, number of steps.
+"""The options of a training run, checked, and the numbers that follow from them: learning rate of a
+step, number of steps.
 
 Knows no method, no file and no terminal.
 """
@@ -41,25 +42,26 @@ MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")  # 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a head is trained. OptionError for impossible values.
+    """The options of a training run. OptionError for impossible values.
 
-    A step is one update of the weights; it reads `accumulation` batches, however many processes share them. The length of a run is given
-    by one of `steps`, `epochs` and `tokens`, one epoch if by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its
-    learning rate of 3e-5 was for 800,000 steps, shorter runs want a higher one.
+    A step is one update of the weights; it reads `accumulation` batches, however many processes
+    share them. The length of a run is given by one of `steps`, `epochs` and `tokens`, one epoch if
+    by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its learning rate of
+    3e-5 was for 800,000 steps, shorter runs want a higher one.
     """
 
     lr: float = 5e-4
     """The highest learning rate, after warm-up."""
     min_lr_share: float = 0.05
-    """Where the schedule ends, as a share of lr."""
+    """The last learning rate of the schedule, as a share of lr."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How lr falls after warm-up."""
+    """Shape of the decay of lr after warm-up."""
     warmup_steps: int | None = None
     """Linear rise to lr; None: a twentieth of the steps, at most 2,000."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the matrices inside the net, at the same lr; AdamW for all other weights."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Betas of AdamW."""
     weight_decay: float = 0.0
     """Share of lr by which each update shrinks the weights."""
     clip: float = 0.5
@@ -83,11 +85,12 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """bf16: autocast, weights stay float32; auto: where the machine has bf16."""
     checkpointing: bool = False
-    """Work out a step's activations again in the backward: less memory, more time."""
+    """Compute a step's activations again in the backward pass: less memory, more time."""
     parallel: Literal["fsdp", "ddp"] = "fsdp"
-    """Several processes (torchrun): each holds a part of the weights, or all of them."""
+    """Several processes (torchrun): each holds a shard of the weights (fsdp), or all of them (ddp).
+    """
     seed: int = 0
-    """Of a new head's weights, the order of the data and the noise in the loss."""
+    """Seed of a new head's weights, the order of the data and the noise in the loss."""
     eval_every: int = 200
     """Steps between evaluations; 0 = at the end only."""
     save_every: int = 200
@@ -97,7 +100,7 @@ class TrainConfig:
     patience: int = 0
     """Evaluations without a better held-out loss after which the run ends; 0 = never."""
     log: str = ""
-    """Where else than log.jsonl the losses go: tensorboard, wandb, or both with a comma."""
+    """Further logs beside log.jsonl: tensorboard, wandb, or both with a comma."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
@@ -134,7 +137,9 @@ class TrainConfig:
         return tuple(name for name in (part.strip() for part in self.log.split(",")) if name)
 
     def check_processes(self, count: int) -> None:
-        """OptionError when that many processes cannot share the batches of a step evenly, or its update."""
+        """OptionError when that many processes cannot share the batches of a step evenly, or its
+        update.
+        """
         if self.accumulation % count:
             raise OptionError(
                 f"{count} processes do not divide the {self.accumulation} batches of a step: accumulation must be a multiple of {count}"
@@ -173,7 +178,9 @@ class TrainConfig:
         return self.lr * (left if self.schedule == "constant" else self.min_lr_share + (1 - self.min_lr_share) * left)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """How a saved run's options differ, for a message; those of MAY_CHANGE are left out."""
+        """The differences to a saved run's options, for a message; those of MAY_CHANGE are left
+        out.
+        """
         messages = []
         for name in (f.name for f in fields(self) if f.name not in MAY_CHANGE):
             before, now = _as_list(saved.get(name)), _as_list(getattr(self, name))

@@ -1,4 +1,5 @@
-"""Chat data and plain text to token ids, with a mark on every token that counts, and batches of them.
+"""Chat data and plain text to token ids, with a mark on every token that counts, and batches of
+them.
 
     chat.jsonl ----- _chat.py: the assistant's characters --+
     novels.txt ----- all tokens count ----------------------+--> Example(ids, counted) --> Batches
@@ -9,8 +10,9 @@ Files, plain or .gz, may be mixed:
                            {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]}
     anything else          plain text; documents are separated by <|endoftext|>; a long one becomes pieces of `max_length` tokens
 
-A line that cannot be used goes into the report with its file and number, and reading goes on. Which lines are held out
-depends on their content alone, not on their place, so copies of a line stay on one side.
+A line that cannot be used goes into the report with its file and number, and reading goes on. Which
+lines are held out depends on their content alone, not on their place, so copies of a line stay on
+one side.
 
 Shapes: N tokens of a batch. This module knows no model and no method.
 """
@@ -124,8 +126,10 @@ def read(
     """Read, tokenize and split training data.
 
     Args:
-        max_length: tokens; a longer conversation is cut there, a longer text becomes several examples.
-        heldout: share of the lines that is held out, chosen by their hash; above 0, at least one of two or more examples is.
+        max_length: tokens; a longer conversation is cut there, a longer text becomes several
+            examples.
+        heldout: share of the lines that is held out, chosen by their hash; above 0, at least one of
+            two or more examples is.
         on_line: called with the report at every line, for a progress display.
 
     Raises:
@@ -161,7 +165,9 @@ def _check_file(file: Path, lines: int, bad: int, report: Report) -> None:
 
 
 def data_hash(paths: Sequence[str | Path] | str | Path) -> str:
-    """SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their hashes in order, one a line."""
+    """SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their
+    hashes in order, one a line.
+    """
     digests = []
     for file in _as_paths(paths):
         with _read_errors(file), open(file, "rb") as stream:
@@ -249,7 +255,9 @@ def is_chat_file(file: Path) -> bool:
 
 
 def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation) of each line or array item; blank lines are left out. InputError when the file is unreadable."""
+    """(where, JSON of one conversation) of each line or array item; blank lines are left out.
+    InputError when the file is unreadable.
+    """
     with _open(file) as stream:
         if stream.peek(64).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
             yield from _array_items(file, stream.read())
@@ -309,7 +317,9 @@ def _uniform_hash(raw: bytes) -> float:
 
 
 def _split(examples: Examples, draws: Sequence[float], share: float) -> tuple[Examples, Examples]:
-    """(training, held out): examples whose draw is below the share; of two or more examples, never all and never none of them."""
+    """(training, held out): examples whose draw is below the share; of two or more examples, never
+    all and never none of them.
+    """
     chosen = {i for i, draw in enumerate(draws) if draw < share}
     if share > 0 and not chosen and len(examples) > 1:
         chosen = {min(range(len(examples)), key=draws.__getitem__)}
@@ -324,8 +334,8 @@ def _split(examples: Examples, draws: Sequence[float], share: float) -> tuple[Ex
 class Batches:
     """Batches of at most `batch_tokens` tokens, padding included, of examples of about one length.
 
-    The batches of an epoch and their order are a function of (seed, epoch), so a place in the data is two numbers:
-    epoch and index of the batch.
+    The batches of an epoch and their order are a function of (seed, epoch), so a place in the data
+    is two numbers: epoch and index of the batch.
     """
 
     def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int = 0) -> None:
@@ -383,7 +393,9 @@ class Batches:
         return sum(self.lengths[i] for i in batch)
 
     def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor, Documents]:
-        """(tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of an example never count."""
+        """(tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
+        an example never count.
+        """
         rows = [self.examples[i] for i in batch]
         tokens_N = torch.cat([torch.tensor(row.ids) for row in rows])
         counted_N = torch.cat([torch.tensor(row.counted) for row in rows])

@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 8 -m eyas train ...        WORLD_SIZE says how many processes there are
 
-Of the batches of a step, process r of n takes numbers r, r + n, ...; gradients are sums over tokens and are summed over
-processes, so a step is the same step for any number of processes, up to rounding. All processes make the same
-decisions from the same numbers; the first one writes. Without WORLD_SIZE, torch.distributed is not needed.
+Of the batches of a step, process r of n takes numbers r, r + n, ...; gradients are sums over tokens
+and are summed over processes, so a step is the same step for any number of processes, up to
+rounding. All processes make the same decisions from the same numbers; the first one writes. Without
+WORLD_SIZE, torch.distributed is not needed.
 
     fsdp   each process holds a shard of every weight, of its gradient and of its optimizer state (FSDP2)
     ddp    each process holds all of them
 
-FSDP2 shards one module, whose forward is the method's loss: so a method always sees whole weights, and this module
-knows no method.
+FSDP2 shards one module, whose forward is the method's loss: so a method always sees whole weights,
+and this module knows no method.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def world_size() -> int:
 
 
 def join(device: torch.device, parallel: str) -> SingleProcess:
-    """Connect to the other processes of the run, if there are any. OptionError when they cannot be reached.
+    """Connect to the other processes of the run, if there are any. OptionError when they cannot be
+    reached.
 
     Args:
         parallel: "fsdp" or "ddp".
@@ -60,7 +62,9 @@ def join(device: torch.device, parallel: str) -> SingleProcess:
 
 
 class SingleProcess:
-    """A run of one process; the base class of `ProcessGroup`. All processes of a group call the same methods in the same order."""
+    """A run of one process; the base class of `ProcessGroup`. All processes of a group call the
+    same methods in the same order.
+    """
 
     rank = 0
     size = 1
@@ -74,7 +78,9 @@ class SingleProcess:
         return list(enumerate(items))[self.rank :: self.size]
 
     def shard(self, drafter: Drafter) -> LossFunction:
-        """Distribute the drafter's net; returns the loss to train it with. Its parameters may be other objects afterwards."""
+        """Distribute the drafter's net; returns the loss to train it with. Its parameters may be
+        other objects afterwards.
+        """
         return drafter.loss
 
     def unshard(self, net: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""An evaluation during training: the loss on held-out examples, and figures of the caller's, for example from decoding."""
+"""An evaluation during training: the loss on held-out examples, and figures of the caller's, for
+example from decoding.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ MoreFigures = Callable[[Drafter], Mapping[str, float]]
 
 @torch.no_grad()
 def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | None) -> dict[str, float]:
-    """Held-out figures of the net as it is; all processes call this together, with the whole net in each.
+    """Held-out figures of the net as it is; all processes call this together, with the whole net in
+    each.
 
-    The held-out loss and its parts are means over the tokens that count, without dropout, on the same batches every time. The forward
-    passes are as exact as the target itself, also where training steps use bfloat16.
+    The held-out loss and its parts are means over the tokens that count, without dropout, on the
+    same batches every time. The forward passes are as exact as the target itself, also where
+    training steps use bfloat16.
 
     Args:
         more_figures: called in the first process only; what it returns is added.

@@ -1,4 +1,5 @@
-"""The source of a training step's features: the frozen target in this process, or a folder that it filled before.
+"""The source of a training step's features: the frozen target in this process, or a folder that it
+filled before.
 
     online     tokens --> target.encode --> features           at every step
     on disk    tokens --> target.encode --> FeatureStore       once: `write_features`
@@ -6,7 +7,8 @@
 
 `batch_of` distinguishes the two by the type of the examples; the training loop does not.
 
-Shapes: R examples of a batch, T tokens of the longest of them, N tokens of all, D hidden size, F feature width.
+Shapes: R examples of a batch, T tokens of the longest of them, N tokens of all, D hidden size, F
+feature width.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def batch_of(batches: Batches, indices: Sequence[int], drafter: Drafter) -> Batc
 
 
 def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequence[int]) -> Tensor:
-    """[N, F]: the target's hidden states. It reads the examples padded to the longest; padding is left out of the result."""
+    """[N, F]: the target's hidden states. It reads the examples padded to the longest; padding is
+    left out of the result.
+    """
     lengths_R = torch.tensor(documents.lengths)
     is_token_RT = torch.arange(int(lengths_R.max())) < lengths_R[:, None]
     tokens_RT = torch.zeros(is_token_RT.shape, dtype=torch.long).masked_scatter_(is_token_RT, tokens_N)
@@ -108,7 +112,9 @@ def _write_failure(store: FeatureStore, error: OSError) -> str:
 def _shard_features(
     store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None] | None
 ) -> dict[int, Tensor]:
-    """layer -> [N, D], in the dtype on disk. The target reads examples of about one length together."""
+    """layer -> [N, D], in the dtype on disk. The target reads examples of about one length
+    together.
+    """
     settings, numbers = store.settings, store.in_shard(shard)
     dtype, D = DTYPES[settings.dtype], settings.hidden_size
     batches = Batches([store.example(i) for i in numbers], batch_tokens)

@@ -1,6 +1,7 @@
 """log.jsonl: the losses of a training run, one JSON object a line.
 
-Every line has a "step". A line with "heldout" is an evaluation, the others are means over training steps.
+Every line has a "step". A line with "heldout" is an evaluation, the others are means over training
+steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class TrainLog:
     """The log of a run, to be appended to."""
 
     def __init__(self, folder: Path, step: int, evaluated_step: int) -> None:
-        """Keep the lines of an earlier session up to `step`, and its evaluations up to `evaluated_step`: later ones are repeated.
+        """Keep the lines of an earlier session up to `step`, and its evaluations up to
+        `evaluated_step`: later ones are repeated.
 
         InputError when the file cannot be written, or has lines that are not of a training log.
         """

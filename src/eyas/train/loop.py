@@ -4,11 +4,12 @@
                                                     |-- every save_every: state.pt
                                                     |-- every eval_every: held-out loss, further figures, best head
 
-What a step does follows from the options, the data and the number of the step alone: the place in the data is
-(epoch, index), and every random number is seeded from (seed, step, number of the batch in the step). So a run that
-was killed and resumed ends with the same bits, on a device that computes the same bits twice (a CPU does). An
-evaluation that the saved state does not contain is repeated, and its line of the log replaced. Several processes
-(`dist.py`) share the batches of a step; a run may go on with another number of processes, up to the rounding of sums.
+What a step does follows from the options, the data and the number of the step alone: the place in
+the data is (epoch, index), and every random number is seeded from (seed, step, number of the batch
+in the step). So a run that was killed and resumed ends with the same bits, on a device that
+computes the same bits twice (a CPU does). An evaluation that the saved state does not contain is
+repeated, and its line of the log replaced. Several processes (`dist.py`) share the batches of a
+step; a run may go on with another number of processes, up to the rounding of sums.
 
 Files in the output folder:
     state.pt                         everything that resuming needs, whole for any number of processes
@@ -52,7 +53,9 @@ __all__ = ["TrainConfig", "TrainResult", "train"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a run. The drafter's net then holds the weights that are in the folder: those of `best_step`."""
+    """The end of a run. The drafter's net then holds the weights that are in the folder: those of
+    `best_step`.
+    """
 
     step: int
     steps: int
@@ -77,22 +80,28 @@ def train(
 ) -> TrainResult:
     """Train a drafter's net and leave the best head in `folder`.
 
-    Ctrl-C or SIGTERM ends the run after the current step, with its state and the best head saved; a second one ends
-    it at once. Under torchrun every process calls this with the same arguments, its target on its own device.
+    Ctrl-C or SIGTERM ends the run after the current step, with its state and the best head saved; a
+    second one ends it at once. Under torchrun every process calls this with the same arguments, its
+    target on its own device.
 
     Args:
         drafter: provides the first weights; its target provides the features and is not changed.
-        heldout: examples for the held-out loss, which chooses the best head; when empty, the last weights are the head.
-        resume: continue from the state in the folder, if there is one; False starts anew and deletes it.
-        evaluate: further held-out figures, like n-alpha from chain decoding; called at every evaluation, in the first process.
+        heldout: examples for the held-out loss, which chooses the best head; when empty, the last
+            weights are the head.
+        resume: continue from the state in the folder, if there is one; False starts anew and
+            deletes it.
+        evaluate: further held-out figures, like n-alpha from chain decoding; called at every
+            evaluation, in the first process.
         progress: called after every step.
         about: further entries of training.json, like the hash of the data files.
 
     Raises:
         OptionError: the method cannot be trained, or the folder holds a run with other options.
-        InputError: no examples; a folder or disk that cannot be written, or in which another process trains; a damaged state.
+        InputError: no examples; a folder or disk that cannot be written, or in which another
+            process trains; a damaged state.
         FitError: the accelerator's memory is too small for a batch.
-        EyasError: the loss became NaN or infinite, or another process has gone; the last good state stays.
+        EyasError: the loss became NaN or infinite, or another process has gone; the last good state
+            stays.
     """
     folder = Path(folder).expanduser()
     config.check_processes(world_size())
@@ -175,7 +184,9 @@ class Trainer:
             self.output.save(self.state, self.optimizer)
 
     def evaluate_if_due(self, more_figures: MoreFigures | None) -> None:
-        """Evaluate after every `eval_every` steps, and at the end; keep the weights if they are the best so far."""
+        """Evaluate after every `eval_every` steps, and at the end; keep the weights if they are the
+        best so far.
+        """
         setup, state, eval_every = self.setup, self.state, self.setup.config.eval_every
         is_due = self.is_finished or (eval_every > 0 and state.step % eval_every == 0)
         if state.step == state.evaluated_step or not is_due:

@@ -1,8 +1,9 @@
-"""The optimizer: AdamW for all weights, or Muon for the matrices inside the net and AdamW for the rest.
+"""The optimizer: AdamW for all weights, or Muon for the matrices inside the net and AdamW for the
+rest.
 
-Muon (Jordan 2024) makes the update of a matrix orthogonal. Scaled to the size of AdamW's updates (Liu et al. 2025,
-arXiv 2502.16982) it takes the same learning rate. It is not meant for tables over a vocabulary, nor for vectors: those
-stay with AdamW. This module knows no method.
+Muon (Jordan 2024) makes the update of a matrix orthogonal. Scaled to the size of AdamW's updates
+(Liu et al. 2025, arXiv 2502.16982) it takes the same learning rate. It is not meant for tables over
+a vocabulary, nor for vectors: those stay with AdamW. This module knows no method.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class HeadOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def scale_and_clip(self, count: float) -> float:
-        """Divide all gradients by `count`, the number of tokens that they are sums over, and clip them. Returns the norm
-        before clipping.
+        """Divide all gradients by `count`, the number of tokens that they are sums over, and clip
+        them. Returns the norm before clipping.
         """
         torch._foreach_div_([value.grad for value in self.parameters if value.grad is not None], max(1.0, count))
         norm: Any = nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -61,14 +62,15 @@ class HeadOptimizer:
             optimizer.step()
 
     def state(self, full_tensor: Callable[[Tensor], Tensor]) -> list[dict[str, Any]]:
-        """What resuming needs. `full_tensor` makes a whole tensor of a shard."""
+        """The state that resuming needs. `full_tensor` makes a whole tensor of a shard."""
         return [_map_tensors(optimizer.state_dict(), lambda _, value: full_tensor(value)) for optimizer in self.optimizers]
 
     def load(self, states: Sequence[dict[str, Any]], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Restore what `state` returned.
 
         Args:
-            shard_like: (whole tensor, parameter) -> this process's shard of the tensor, if the parameter is sharded.
+            shard_like: (whole tensor, parameter) -> this process's shard of the tensor, if the
+                parameter is sharded.
         """
         for optimizer, state in zip(self.optimizers, states, strict=True):
             parameters = [value for group in optimizer.param_groups for value in group["params"]]
@@ -80,7 +82,9 @@ class HeadOptimizer:
 
 
 def _map_tensors(state: dict[str, Any], change: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
-    """An optimizer's state dict with its tensors changed by (number of the parameter, tensor) -> tensor."""
+    """An optimizer's state dict with its tensors changed by (number of the parameter, tensor) ->
+    tensor.
+    """
     changed = {
         i: {name: change(i, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
         for i, entries in state["state"].items()

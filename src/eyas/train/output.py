@@ -1,4 +1,6 @@
-"""The output folder of a training run: state.pt, the best head in its published format, training.json and README.md."""
+"""The output folder of a training run: state.pt, the best head in its published format,
+training.json and README.md.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ __all__ = ["TrainOutput"]
 
 
 class TrainOutput:
-    """Reads and writes the folder. Every process of a group calls the same methods; the first one writes."""
+    """Reads and writes the folder. Every process of a group calls the same methods; the first one
+    writes.
+    """
 
     def __init__(self, setup: TrainSetup, folder: Path, about: Mapping[str, Any]) -> None:
         """`about`: what else training.json says, for example the hash of the data files."""
@@ -41,7 +45,8 @@ class TrainOutput:
         return f"the state of step {self.saved_step} stays in {self.folder}" if self.saved_step >= 0 else "no state had been saved yet"
 
     def load(self, resume: bool) -> dict[str, Any] | None:
-        """The saved state, checked against this run's settings; None when there is none. Without `resume` it is deleted.
+        """The saved state, checked against this run's settings; None when there is none. Without
+        `resume` it is deleted.
 
         Raises:
             InputError: the file is damaged.
@@ -79,7 +84,9 @@ class TrainOutput:
             self.publish(state, state.step)
 
     def publish(self, state: TrainState, head_step: int) -> None:
-        """Write the net as the head of `head_step`, in its published format and dtype, and the record of how it was made."""
+        """Write the net as the head of `head_step`, in its published format and dtype, and the
+        record of how it was made.
+        """
         setup = self.setup
         with setup.group.full_weights(setup.net):
             weights = setup.drafter.weights() if setup.group.is_first else None

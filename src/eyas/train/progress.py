@@ -1,4 +1,6 @@
-"""The progress of a run, and a bar that shows it. The loop knows `Progress` only, and so does the bar."""
+"""The progress of a run, and a bar that shows it. The loop knows `Progress` only, and so does the
+bar.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal
 
 @dataclass(frozen=True)
 class Progress:
-    """A report of the training loop: after every step, after every evaluation, and with a note for the user."""
+    """A report of the training loop: after every step, after every evaluation, and with a note for
+    the user.
+    """
 
     step: int
     steps: int
@@ -39,7 +43,9 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 @contextmanager
 def bar(console: Console | None = None) -> Iterator[OnProgress]:
-    """A progress bar on stderr with steps, loss, held-out figures and speed; without a terminal, a line every half minute."""
+    """A progress bar on stderr with steps, loss, held-out figures and speed; without a terminal, a
+    line every half minute.
+    """
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _line_printer(console)

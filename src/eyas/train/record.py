@@ -1,4 +1,6 @@
-"""The record of a training beside its head: training.json for machines, README.md for people. Knows no method."""
+"""The record of a training beside its head: training.json for machines, README.md for people. Knows
+no method.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write training.json, with the command line and the versions of this run, and a model card. InputError when it cannot be written.
+    """Write training.json, with the command line and the versions of this run, and a model card.
+    InputError when it cannot be written.
 
-    The model card reads these keys of `record`: method, target, head, trained_length, options, steps, step, best_step, tokens, seconds,
-    processes, examples, heldout.
+    The model card reads these keys of `record`: method, target, head, trained_length, options,
+    steps, step, best_step, tokens, seconds, processes, examples, heldout.
     """
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     whole = {**record, "command": command, "versions": versions()}

@@ -2,9 +2,9 @@
 
     a line of chat data --> Conversation --> [ messages so far --> Decoder --> reply ] for each assistant's turn --> Regenerated
 
-Several conversations share the Decoder's rows; the next turn of a conversation continues from the keys and values of the
-last one. Each reply has a seed of its own, made of the conversation's content and the turn: neither order nor
-interruption changes what is sampled.
+Several conversations share the Decoder's rows; the next turn of a conversation continues from the
+keys and values of the last one. Each reply has a seed of its own, made of the conversation's
+content and the turn: neither order nor interruption changes what is sampled.
 
 This module knows no method, no output file and no terminal.
 """
@@ -34,7 +34,7 @@ __all__ = ["Conversation", "DataLine", "GenerationSettings", "Regenerated", "Ski
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How replies are generated."""
+    """Settings of the generated replies."""
 
     sampling: Sampling = field(default_factory=Sampling)  # its seed goes into the seed of every reply
     max_new_tokens: int = 1024  # of a reply; a longer one is cut there
@@ -92,7 +92,9 @@ class Skipped:
 
 
 def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
-    """All lines that are not blank. InputError when a file cannot be read, or holds no conversations."""
+    """All lines that are not blank. InputError when a file cannot be read, or holds no
+    conversations.
+    """
     for path in map(Path, paths):
         if not is_chat_file(path):
             raise InputError(f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson or .json")
@@ -101,9 +103,11 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
 
 
 def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversation:
-    """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}. InputError when it cannot be used.
+    """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}.
+    InputError when it cannot be used.
 
-    Assistant's messages before the first question stay. A conversation that ends with a question gets a reply to it.
+    Assistant's messages before the first question stay. A conversation that ends with a question
+    gets a reply to it.
     """
     record = parse_chat_line(line.raw)
     if isinstance(record, Mapping) and isinstance(record.get("prompt"), str) and not {"messages", "conversations"} & record.keys():
@@ -133,7 +137,8 @@ def regenerate(
     rows: int,
     on_step: Callable[[int], None] | None = None,
 ) -> Iterator[Regenerated | Skipped]:
-    """Generate the replies of conversations, `rows` of them at a time; yields them in the order in which they end.
+    """Generate the replies of conversations, `rows` of them at a time; yields them in the order in
+    which they end.
 
     Args:
         eos: tokens that end a reply.

@@ -1,4 +1,6 @@
-"""What a training run reports while it goes on: lines of log.jsonl, trackers, and calls of the progress callback."""
+"""Reports of a training run in progress: lines of log.jsonl, trackers, and calls of the
+progress callback.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ __all__ = ["Reporter"]
 
 
 class Reporter:
-    """The reports of a run. Only the first process of a group writes and calls; in the others the methods do nothing."""
+    """The reports of a run. Only the first process of a group writes and calls; in the others the
+    methods do nothing.
+    """
 
     def __init__(self, setup: TrainSetup, state: TrainState, folder: Path, on_progress: OnProgress | None) -> None:
-        """Opens log and trackers; lines of the log that were written after the state are removed, as they will be written again."""
+        """Opens log and trackers; lines of the log that were written after the state are removed,
+        as they will be written again.
+        """
         self.setup = setup
         self.state = state
         self.on_progress: OnProgress | None = None
@@ -36,7 +42,9 @@ class Reporter:
         self._call(text, {})
 
     def report_step(self, figures: Mapping[str, float]) -> None:
-        """Figures of the step that has just ended; every `log_every` steps their means go into the log."""
+        """Figures of the step that has just ended; every `log_every` steps their means go into the
+        log.
+        """
         state, config = self.state, self.setup.config
         for name, value in {**figures, "count": 1.0}.items():
             state.log_sums[name] = state.log_sums.get(name, 0.0) + value

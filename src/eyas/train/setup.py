@@ -1,4 +1,6 @@
-"""What stays the same during a training run: the drafter, the options, the batches, and the numbers that follow from them."""
+"""The constants of a training run: the drafter, the options, the batches, and the numbers
+that follow from them.
+"""
 
 from __future__ import annotations
 

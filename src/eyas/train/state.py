@@ -1,7 +1,8 @@
 """The state of a training run, and its file `state.pt`, from which an interrupted run continues.
 
-`torch.save` writes a ZIP archive with a CRC-32 of every record, and `torch.load` does not compare them: `load_state` does. So a
-changed bit is either found, or stands where no value depends on it. This module knows no method and no network.
+`torch.save` writes a ZIP archive with a CRC-32 of every record, and `torch.load` does not compare
+them: `load_state` does. So a changed bit is either found, or stands where no value depends on it.
+This module knows no method and no network.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from eyas.files import write_atomically, write_errors, write_text
 __all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "prepare", "save_state", "write_text"]
 
 STATE_FILE = "state.pt"
-OLD_KEYS = {  # of files written before version 0.4; read for one more release
+OLD_KEYS = {  # of earlier versions; read for one more release
     "optimisers": "optimizers",
     "evaluated": "evaluated_step",
     "stale": "evaluations_without_improvement",
@@ -82,12 +83,14 @@ class TrainState:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this session, evaluations included."""
+        """Tokens per second in this session, evaluations included."""
         return (self.tokens - self.session_tokens) / (time.perf_counter() - self.session_start)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark the state as inconsistent until the block has ended well: such a state is never saved."""
+        """Mark the state as inconsistent until the block has ended well: such a state is never
+        saved.
+        """
         self.is_consistent = False
         yield
         self.is_consistent = True
@@ -116,7 +119,9 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """The state that `to_dict` described. InputError, which names the file, where values have other types."""
+        """The state that `to_dict` described. InputError, which names the file, where values have
+        other types.
+        """
         best = saved["best"]
         try:
             epoch, index = saved["position"]
@@ -143,13 +148,17 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def save_state(path: Path, saved: Mapping[str, Any]) -> None:
-    """Write a dict of tensors and plain values. InputError when it cannot be written; the file of before then stays."""
+    """Write a dict of tensors and plain values. InputError when it cannot be written; the file of
+    before then stays.
+    """
     with write_errors(path), write_atomically(path) as stream:
         torch.save(dict(saved), stream)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote, onto the CPU. InputError when the file is damaged, or is no state of a training."""
+    """Read what `save_state` wrote, onto the CPU. InputError when the file is damaged, or is no
+    state of a training.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged_record = archive.testzip()

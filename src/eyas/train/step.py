@@ -1,7 +1,8 @@
 """One training step: the losses of its batches, their gradients, one update of the weights.
 
-All randomness of a batch follows from (seed, step, number of the batch in the step). So a step has the same result in a run that was
-interrupted, and in any number of processes up to the rounding of sums.
+All randomness of a batch follows from (seed, step, number of the batch in the step). So a step has
+the same result in a run that was interrupted, and in any number of processes up to the rounding of
+sums.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def train_step(setup: TrainSetup, loss_function: LossFunction, optimizer: HeadOp
         loss_function: the method's loss, of the net as this process holds it.
 
     Returns:
-        The loss and its parts, means over the tokens that count, and "grad_norm", the gradient's norm before clipping.
+        The loss and its parts, means over the tokens that count, and "grad_norm", the gradient's
+        norm before clipping.
 
     Raises:
         EyasError: the loss or the gradient is NaN or infinite; nothing was changed.

@@ -1,16 +1,18 @@
-"""Features on disk: the target's hidden states for the training data, written once, trained from as often as wanted.
+"""Features on disk: the target's hidden states for the training data, written once, trained from as
+often as wanted.
 
     FOLDER/manifest.json             target, tokenizer, data, layers, and the plan of the shards; written first
            examples.safetensors      tokens, marks and lengths of all examples, the held-out ones last
            shard-00000.safetensors   "layer.K" [tokens, hidden] for each layer K, and "crc32" [examples, layers]
 
-Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers stands for the output of the final
-norm. Each layer is a tensor of its own, so a method that reads one of four reads a quarter of the bytes.
+Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers stands for
+the output of the final norm. Each layer is a tensor of its own, so a method that reads one of four
+reads a quarter of the bytes.
 
-Examples lie in the shards in a shuffled order: any part of the shards is a fair sample of the data, held-out examples
-included, and can be trained from. A shard is renamed into its place when it is whole, and carries the id of its store.
-Its header has the SHA-256 of all bytes behind it, which `verify` compares; `features` compares the CRC-32 of an example
-when it is first read.
+Examples lie in the shards in a shuffled order: any part of the shards is a fair sample of the data,
+held-out examples included, and can be trained from. A shard is renamed into its place when it is
+whole, and carries the id of its store. Its header has the SHA-256 of all bytes behind it, which
+`verify` compares; `features` compares the CRC-32 of an example when it is first read.
 
 Files are memory-mapped. This module knows no model and no method.
 
@@ -115,7 +117,9 @@ class FeatureStore:
         return self.folder / self.manifest.shards[shard].file
 
     def fault(self, shard: int) -> str:
-        """The fault of a shard, as far as its header and size tell: MISSING, a sentence, or an empty string."""
+        """The fault of a shard, as far as its header and size tell: MISSING, a sentence, or an
+        empty string.
+        """
         path, planned = self.path(shard), self.manifest.shards[shard]
         if not path.exists():
             return MISSING
@@ -144,7 +148,9 @@ class FeatureStore:
         return Example(self.tokens[span].tolist(), self.counted[span].bool().tolist())
 
     def features(self, number: int, layers: Sequence[int]) -> Tensor:
-        """[T, F]: these layers of an example, side by side. InputError when layers are missing or bytes were changed."""
+        """[T, F]: these layers of an example, side by side. InputError when layers are missing or
+        bytes were changed.
+        """
         self.check_layers(layers)
         shard, row, length = self._shard_of[number], self._row_of[number], self.lengths[number]
         parts = []

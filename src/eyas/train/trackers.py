@@ -1,4 +1,6 @@
-"""Further places for the lines of log.jsonl: TensorBoard and Weights & Biases, if they are installed. Knows no method and no loop."""
+"""Further places for the lines of log.jsonl: TensorBoard and Weights & Biases, if they are
+installed. Knows no method and no loop.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PROJECT = "eyas"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """OptionError when one of them is not installed. Cheap, so that it can be asked before a model is loaded."""
+    """OptionError when one of them is not installed. Cheap, so that it can be asked before a model
+    is loaded.
+    """
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # the latter: a folder of that name that is no package
@@ -54,7 +58,9 @@ def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
-    """A resumed run continues the W&B run whose id is in the folder. W&B itself reads WANDB_MODE and similar variables."""
+    """A resumed run continues the W&B run whose id is in the folder. W&B itself reads WANDB_MODE
+    and similar variables.
+    """
     wandb = importlib.import_module("wandb")
     id_file = folder / "wandb.id"
     if not step or not id_file.exists():

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -194,19 +197,26 @@ def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.Mo
 )
 def test_environments_without_kernels(environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a quotation mark in CXX was a traceback. Every reason is one line."""
-    import re
-
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert re.search(says, reason())
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: without HOME, as a user whom the system does not know (in a container), every command was a traceback."""
+@needs
+def test_no_home(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: without HOME, as a user whom the system does not know (in a container), every command was a traceback. The kernels are kept
+    among the temporary files then."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    compiler(f'cp {library} "$out"')
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert "HOME is not set" in reason()
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not reason()
+    assert list((tmp_path / f"eyas-{os.getuid()}" / "kernels").glob("*.so"))
 
 
 @needs

@@ -41,7 +41,7 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
 
     q, k, v, later = draw(9, 4, 3), draw(13, 2, 3), draw(13, 2, 3), (draw(steps, 9, 2, 3), draw(steps, 9, 2, 3))
     rows_M = torch.tensor(rows)
-    mine = packed_attention(q, k, v, documents.asking(rows_M), later if steps else None)
+    mine = packed_attention(q, k, v, documents.query_rows(rows_M), later if steps else None)
     theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
     torch.testing.assert_close(mine, theirs)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
@@ -54,12 +54,12 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
 def test_flex_attention_says_the_same(steps: int) -> None:
     """The way that CUDA takes, its forward (FlexAttention has no backward on a CPU), uncompiled."""
     generator, documents = torch.Generator().manual_seed(1), Documents((5, 1, 7))
-    asking = documents.asking(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
+    queries = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
     q, k, v = (torch.randn(*shape, generator=generator) for shape in ((9, 4, 16), (13, 2, 16), (13, 2, 16)))
     later = tuple(torch.randn(steps, 9, 2, 16, generator=generator) for _ in range(2)) if steps else None
     with torch.no_grad():
-        mine = flex_packed_attention(q, k, v, asking, later, flex_attention)
-        torch.testing.assert_close(mine, packed_attention(q, k, v, asking, later), atol=1e-5, rtol=1e-4)
+        mine = flex_packed_attention(q, k, v, queries, later, flex_attention)
+        torch.testing.assert_close(mine, packed_attention(q, k, v, queries, later), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -68,10 +68,10 @@ def test_a_compiled_mask_is_the_same() -> None:
     """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here without making kernels of it)."""
     create = torch.compile(create_block_mask, dynamic=True, backend="eager")
     for lengths, step in (((100, 300, 57), 2), ((500, 20), 3)):
-        asking = Documents(lengths).asking(torch.arange(0, sum(lengths), step))
-        mask = asking.mask_by(create)
-        assert torch.equal(mask.to_dense(), asking.mask.to_dense())
-        blocks = ((one, other) for one, other in zip(mask.as_tuple(), asking.mask.as_tuple(), strict=True) if isinstance(one, Tensor))
+        queries = Documents(lengths).query_rows(torch.arange(0, sum(lengths), step))
+        mask = queries.mask_by(create)
+        assert torch.equal(mask.to_dense(), queries.mask.to_dense())
+        blocks = ((one, other) for one, other in zip(mask.as_tuple(), queries.mask.as_tuple(), strict=True) if isinstance(one, Tensor))
         assert all(torch.equal(one, other) for one, other in blocks)
 
 
@@ -90,12 +90,12 @@ N, H = {N}, 4
 q, k, v = (torch.randn(N, H, 16, requires_grad=True) for _ in range(3))
 later = [torch.randn(6, N, H, 16, requires_grad=True) for _ in range(2)]
 rows = torch.arange(N)
-asking = Documents((N,)).asking(rows)
+queries = Documents((N,)).query_rows(rows)
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = kilobytes("VmRSS")
-packed_attention(q, k, v, asking, tuple(later)).sum().backward()
+packed_attention(q, k, v, queries, tuple(later)).sum().backward()
 print(kilobytes("VmHWM") - before)
 """
 

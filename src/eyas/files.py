@@ -19,6 +19,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,9 +50,14 @@ CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecima
 def user_cache() -> Path:
     """The folder for results that are computed once per machine, like `~/.cache/eyas`.
 
-    It may not exist yet.
+    It may not exist yet. A user without a home folder (an unknown user id in a container) gets one
+    among the temporary files.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eyas"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache").expanduser() / "eyas"
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        return Path(tempfile.gettempdir()) / f"eyas-{os.getuid()}"
 
 
 def sha256_of_file(path: str | Path) -> str:

@@ -43,7 +43,7 @@ class Net(nn.Module):
         return joined
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
-        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND), position_RN, cache)
+        self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The next hidden [R, N, D]."""
@@ -56,4 +56,4 @@ class Net(nn.Module):
         x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
         keys = attention.keys(x_ND, position_N)
-        return self.layer.finish(x_MD, attention.over(x_MD, position_N[rows_M], documents.asking(rows_M), keys))
+        return self.layer.finish(x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys))

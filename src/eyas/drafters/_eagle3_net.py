@@ -77,7 +77,7 @@ class Net(nn.Module):
         return normed
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
-        self.layer.attention.remember(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
+        self.layer.attention.store(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The next hidden [R, N, D]."""
@@ -96,14 +96,15 @@ class Net(nn.Module):
             recompute: keep of a step its inputs, keys and values only, and work the rest out again in the backward.
         """
         N, attention = len(features_NF), self.layer.attention
-        position_N, asking = documents.position_N(features_NF.device), documents.asking(rows_M)
+        position_N, queries = documents.position_N(features_NF.device), documents.query_rows(rows_M)
         fused_ND = self.fuse(features_NF)
         x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
         first: Keys = attention.keys(x_ND, position_N)
         x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
 
         def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
-            return self.handed_on(self.layer.finish(residual_MD, attention.over(x_MD, position_N[rows_M] + i, asking, first, later[:i])))
+            attended_MD = attention.attend_packed(x_MD, position_N[rows_M] + i, queries, first, later[:i])
+            return self.handed_on(self.layer.finish(residual_MD, attended_MD))
 
         for i in range(steps):
             if i:

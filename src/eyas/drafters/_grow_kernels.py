@@ -16,7 +16,7 @@ from eyas.core.drafter import CycleInput
 from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
-from eyas.nn import FusedLayer, QuickLinear
+from eyas.nn import FusedLayer, KernelLinear
 
 if TYPE_CHECKING:
     from eyas.core.cache import WindowCache
@@ -43,7 +43,7 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
 
 def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> kernels.Net | None:
     run: Any = target.run
-    if isinstance(getattr(net, "fc", None), QuickLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
+    if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
         return kernels.Net(run.output, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
         return kernels.Net(
@@ -56,7 +56,7 @@ def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> ke
 
 def _fused(net: Any) -> kernels.Matrix | None:
     """The matrix that fuses features, where that is all there is to it."""
-    alone = isinstance(net.fc, QuickLinear) and net.fc_norm is None and net.input_norm is None
+    alone = isinstance(net.fc, KernelLinear) and net.fc_norm is None and net.input_norm is None
     return net.fc.matrix if alone and not net.fc.matrix.inputs % 16 else None
 
 

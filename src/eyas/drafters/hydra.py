@@ -112,7 +112,7 @@ class Net(nn.Module):
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         assert self.prefix is not None
-        self.prefix.attention.remember(self.prefix.input_norm(hidden_RND), position_RN, cache)
+        self.prefix.attention.store(self.prefix.input_norm(hidden_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D]."""
@@ -127,7 +127,7 @@ class Net(nn.Module):
             return features_ND[rows_M]
         x_ND, position_N = prefix.input_norm(features_ND), documents.position_N(features_ND.device)
         keys = prefix.attention.keys(x_ND, position_N)
-        attended = prefix.attention.over(x_ND[rows_M], position_N[rows_M], documents.asking(rows_M), keys)
+        attended = prefix.attention.attend_packed(x_ND[rows_M], position_N[rows_M], documents.query_rows(rows_M), keys)
         return prefix.norm(prefix.finish(features_ND[rows_M], attended))  # type: ignore[no-any-return]
 
 

@@ -111,10 +111,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
 
 def _private_folder() -> Path:
     """The cache folder: this user's own and writable by nobody else, so that nobody can plant a library in it."""
-    try:
-        folder = user_cache() / "kernels"
-    except RuntimeError as error:
-        raise UnavailableError("there is no cache folder, because HOME is not set: set it, or XDG_CACHE_HOME") from error
+    folder = user_cache() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -1,9 +1,10 @@
-"""What draft nets are built from: LLaMA's parts (`_layers`), and attention over packed documents for training (`_packed`).
+"""Parts of draft nets: LLaMA layers (`_layers`), attention over packed documents for training (`_packed`), and faster variants.
 
-This room knows no method and no target.
+This package knows no method and no target.
 """
 
 from eyas.nn._compiled import Backend, Compiled
+from eyas.nn._cpu_kernels import KernelLinear, with_cpu_kernels
 from eyas.nn._fp8 import FP8_CAPABILITY, Fp8Linear, fp8
 from eyas.nn._layers import (
     Attention,
@@ -18,12 +19,10 @@ from eyas.nn._layers import (
     rope,
     rope_frequencies,
 )  # fmt: skip
-from eyas.nn._packed import Asking, Documents, packed_attention
-from eyas.nn._quick import QuickLinear, with_cpu_kernels
+from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
     "FP8_CAPABILITY",
-    "Asking",
     "Attention",
     "Backend",
     "Compiled",
@@ -32,9 +31,10 @@ __all__ = [
     "DraftCache",
     "Fp8Linear",
     "FusedLayer",
+    "KernelLinear",
     "Keys",
     "LayerShape",
-    "QuickLinear",
+    "QueryRows",
     "RMSNorm",
     "SwiGLU",
     "fp8",

@@ -1,4 +1,4 @@
-"""torch.compile where it works, and the function as it is where it does not."""
+"""torch.compile with a fallback to the uncompiled function."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ import torch
 
 __all__ = ["Backend", "Compiled"]
 
-Backend = str | Callable[..., Any]  # of torch.compile
-MOST = 64  # compilations of one function, for shapes that differ in kind; torch's own logs announce each (TORCH_LOGS=recompiles)
+Backend = str | Callable[..., Any]
+"""A backend of torch.compile."""
+
+MAX_RECOMPILES = 64  # of one function, for different kinds of shapes; TORCH_LOGS=recompiles shows them
 
 
 class Compiled:
-    """A function, compiled as a whole for each kind of arguments; as it is, with one warning, if it cannot be.
+    """A function compiled as a whole for each kind of arguments; uncompiled, with one warning, if that fails.
 
     Args:
-        name: what it is called in the warning.
+        name: for the warning.
     """
 
     def __init__(self, function: FunctionType | Callable[..., Any], backend: Backend, name: str) -> None:
         self.function, self.name, self.failed = function, name, False
-        own = FunctionType(  # compilations are kept with the code: those of another model with the same code would count here
+        copy = FunctionType(  # torch counts compilations per code object: other models with the same code would count here
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        self.compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        self.compiled = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes a second to import: only who compiles pays
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imported late: it takes a second
 
         if not self.failed:
             try:
-                with torch._dynamo.config.patch(recompile_limit=MOST):
+                with torch._dynamo.config.patch(recompile_limit=MAX_RECOMPILES):
                     return self.compiled(*args, **kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # while compiling: nothing of it has run
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before anything of the function ran
                 self.failed = True
                 reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-                warnings.warn(f"{self.name} cannot be compiled and runs as it is: {reason}", stacklevel=2)
+                warnings.warn(f"{self.name} cannot be compiled and runs uncompiled: {reason}", stacklevel=2)
         return self.function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""A net whose linear layers multiply in fp8, on GPUs that do so: half the bytes of bfloat16, which is what a draft's levels wait for.
+"""Linear layers in fp8 on GPUs that support it: half the bytes of bfloat16, which bound the time of a draft's levels.
 
-Weights are rounded to e4m3 with a scale for each output, activations with a scale for each row at every call. For drafts only: that changes
-what is guessed, never what is said.
+Weights are rounded to e4m3 with a scale per output, activations with a scale per row at every call. For draft nets only: it
+changes what is drafted, never the output text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType
 
 __all__ = ["FP8_CAPABILITY", "Fp8Linear", "fp8"]
 
-FP8_CAPABILITY = (8, 9)  # of a CUDA device
+FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
 
@@ -28,12 +28,13 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # as they were, for who asks
+        self.weight, self.bias = linear.weight, linear.bias  # unrounded, for readers of the module
         self.scale_O1 = (linear.weight.detach().float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
         self.weight_OI = (linear.weight.detach().float() / self.scale_O1).to(KIND)
 
     @staticmethod
     def suits(linear: nn.Linear) -> bool:
+        """Whether both sizes are multiples of 16."""
         return not linear.in_features % 16 and not linear.out_features % 16
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Fp8Linear(nn.Module):
 
 @torch.no_grad()
 def fp8(net: Net) -> Net:
-    """The same net with linear layers in fp8 where they suit; everything else is shared with it."""
+    """A copy of the net with suitable linear layers in fp8; everything else is shared with it."""
     other = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())})
     for module in list(other.modules()):
         for name, child in list(module.named_children()):

@@ -1,9 +1,9 @@
-"""LLaMA's parts, plainly.
+"""The building blocks of LLaMA layers for draft nets.
 
 RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of the net.
-Attention reads a cache while it decodes (`forward`), and a packed row of documents while it is trained (`over`).
-Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden, H heads, K key-value heads, h width of a head, W width of the cache.
-This module knows no method and no target.
+Attention reads a cache during decoding (`forward`) and a packed row of documents during training (`attend_packed`).
+Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden size, H heads, K key-value heads, h head size, W slots
+of the cache. This module knows no method and no target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.errors import CheckpointError
 from eyas.kernels import Pass
-from eyas.nn._packed import Asking, packed_attention
+from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
     "Attention", "DecoderLayer", "DraftCache", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "grouped_attention", "rope",
@@ -47,24 +47,24 @@ Keys = tuple[Tensor, Tensor]  # keys and values
 
 
 class DraftCache(Protocol):
-    """Where the keys and values of a draft net stand."""
+    """The interface of a cache for the keys and values of a draft net."""
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: which slots the next nodes attend to."""
+        """bool: the slots that the next nodes attend to."""
         ...
 
     @property
     def width(self) -> int:
-        """Slots that the next nodes may attend to: the first so many."""
+        """The number of leading slots that the next nodes may attend to."""
         ...
 
     def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
-        """The same for kernels, which store keys and values themselves; None where they cannot."""
+        """The same for the CPU kernels, which store keys and values themselves; None for a cache that they cannot use."""
         ...
 
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
-        """Keep keys, given as they were before rotation, and values; returns all that is visible, rotated, [R, K, W, h] each."""
+        """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h] each."""
         ...
 
 
@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
-    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 stretches the slow ones as Llama 3.1 does."""
+    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 slows the low frequencies down as Llama 3.1 does."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequency: Tensor = shape.rope_theta**-exponent
     scaling = shape.rope_scaling
@@ -93,10 +93,9 @@ def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> T
         return frequency
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         raise CheckpointError(f"rope_scaling {dict(scaling)} of the draft head is not supported; known: llama3")
-    old = scaling["original_max_position_embeddings"]
-    turns = old * frequency / (2 * torch.pi)  # full turns within the original context
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * torch.pi)  # within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share: Tensor = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = slow, stretched; 1 = fast, as it was
+    share: Tensor = ((turns - low) / (high - low)).clamp(0, 1)  # 0: low frequency, slowed down; 1: high, unchanged
     return frequency * (share + (1 - share) / float(scaling["factor"]))
 
 
@@ -111,12 +110,13 @@ def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
 def grouped_attention(
     q_RHNh: Tensor, k_RKWh: Tensor, v_RKWh: Tensor, mask_R1NW: Tensor, scale: float | None = None
 ) -> Tensor:  # fmt: skip
-    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without copies of these: the heads of a group stand
-    one below the other as further queries.
+    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without copying these.
+
+    The G heads of a group become further queries of their key-value head:
 
         queries [R, K x G, N, h]  ->  [R, K, G x N, h]        mask [R, 1, N, W]  ->  [R, 1, G x N, W]
 
-    mask: bool, or added to the scores. The sums are those of sdpa, in an order of its choice.
+    The mask is bool, or added to the scores. scaled_dot_product_attention computes the sums.
     """
     (R, H, N, _), (K, W) = q_RHNh.shape, k_RKWh.shape[1:3]
     if H == K:
@@ -127,7 +127,11 @@ def grouped_attention(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. `in_size` differs from the hidden size where inputs are concatenated (EAGLE-3)."""
+    """Grouped-query attention with RoPE.
+
+    Args:
+        in_size: the inputs' size where it is not the hidden size, because they are concatenated (EAGLE-3).
+    """
 
     def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class Attention(nn.Module):
         self._frequency: Tensor | None = None
 
     def frequency(self, device: torch.device) -> Tensor:
-        """Kept beside the parameters, not among them: no cast of the module can touch it."""
+        """The RoPE frequencies, float32: no parameter or buffer, so that no cast of the module changes them."""
         if self._frequency is None or self._frequency.device != device:
             self._frequency = rope_frequencies(self.shape, device)
         return self._frequency
@@ -155,25 +159,25 @@ class Attention(nn.Module):
         sizes = (self.shape.num_kv_heads, self.shape.head_dim)
         return k.unflatten(-1, sizes), v.unflatten(-1, sizes)
 
-    def remember(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
-        """Store keys and values in the cache; returns what is visible, [R, K, W, h] each."""
+    def store(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
+        """Store keys and values in the cache. Returns the visible ones, [R, K, W, h] each."""
         return cache.store(*self.key_value(x_RND), position_RN, self.frequency(x_RND.device))
 
     def forward(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """Attention of N inputs to the slots of the cache, their own among them, that its mask allows."""
+        """Attention of N inputs to the cache, their own slots included, as its mask allows."""
         q_RHNh = self.query(x_RND, position_RN).transpose(1, 2)
-        k_RKWh, v_RKWh = self.remember(x_RND, position_RN, cache)
+        k_RKWh, v_RKWh = self.store(x_RND, position_RN, cache)
         out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def over(self, x_MD: Tensor, position_M: Tensor, asking: Asking, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
-        """While training: attention of the rows that ask to a packed row's keys, and to those of later steps at the same rows."""
+    def attend_packed(self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
+        """For training: attention of the query rows to a packed row's keys, and to those of later steps at the same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
-        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, asking, pair)
+        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
         return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
     def keys(self, x_MD: Tensor, position_M: Tensor) -> Keys:
-        """While training: rotated keys and values [M, K, h] of a packed row."""
+        """For training: rotated keys and values [M, K, h] of a packed row."""
         k_MKh, v_MKh = self.key_value(x_MD)
         return rope(k_MKh, position_M, self.frequency(x_MD.device)), v_MKh
 
@@ -192,40 +196,50 @@ class SwiGLU(nn.Module):
 
 
 class FusedLayer:
-    """A layer by kernels, with a copy of its weights."""
+    """A decoder layer computed by the CPU kernels, with a packed copy of its weights."""
 
     def __init__(self, layer: DecoderLayer, form: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> None:
         attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
-        three = (attention.q, attention.k, attention.v)
-        bias = torch.cat([m.bias for m in three]) if shape.qkv_bias else None
+        qkv = (attention.q, attention.k, attention.v)
+        bias = torch.cat([m.bias for m in qkv]) if shape.qkv_bias else None
         pack = partial(kernels.pack, form=form)
+        packed = kernels.Layer(
+            qkv=pack(torch.cat([m.weight for m in qkv]), bias),
+            o=pack(attention.o.weight),
+            gate_up=kernels.pack_gated(mlp.gate.weight, mlp.up.weight, form=form),
+            down=pack(mlp.down.weight),
+            norm=None,
+            mlp_norm=layer.mlp_norm.weight.detach().clone(),
+        )
         self.shape = kernels.Shape(
-            shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size, shape.rms_eps,
-            shape.head_dim**-0.5,
-        )  # fmt: skip
-        self.layer = kernels.Layers(self.shape, [kernels.Layer(
-            pack(torch.cat([m.weight for m in three]), bias), pack(attention.o.weight),
-            kernels.pack_gated(mlp.gate.weight, mlp.up.weight, form=form), pack(mlp.down.weight), None,
-            layer.mlp_norm.weight.detach().clone(),
-        )], threads)  # fmt: skip
+            hidden=shape.hidden_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            inner=shape.intermediate_size,
+            eps=shape.rms_eps,
+            scale=shape.head_dim**-0.5,
+        )
+        self.layer = kernels.Layers(self.shape, [packed], threads)
         self.frequency_h = attention.frequency(torch.device("cpu"))
         self._cosine = self._sine = torch.empty(0, shape.head_dim)
 
     @staticmethod
     def suits(shape: LayerShape) -> bool:
+        """Whether the kernels know these sizes."""
         return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
 
     def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
-        """None where the cache is one that kernels do not know."""
-        where = cache.place(position_RN, *self.tables(cache.width))
-        if where is None:
+        """The layer's output; None for a cache that the kernels cannot use."""
+        forward = cache.place(position_RN, *self.tables(cache.width))
+        if forward is None:
             return None
         x_RND = residual_RND.clone(memory_format=torch.contiguous_format)
-        self.layer.draft(input_RNX.contiguous(), x_RND, where)
+        self.layer.draft(input_RNX.contiguous(), x_RND, forward)
         return x_RND
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, h] of at least so many positions."""
+        """Cosines and sines [P, h] of at least this many positions."""
         if positions > len(self._cosine):
             angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
             self._cosine, self._sine = angle.cos(), angle.sin()
@@ -233,7 +247,7 @@ class FusedLayer:
 
 
 class DecoderLayer(nn.Module):
-    """What the layers of EAGLE-1 and EAGLE-3 share: attention over an input of some width, and what comes after it."""
+    """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and the MLP after it."""
 
     def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
         super().__init__()
@@ -242,11 +256,15 @@ class DecoderLayer(nn.Module):
         self.fused: FusedLayer | None = None
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """The layer's output [R, N, D] of nodes that stand next in the cache. input: what attention reads."""
-        done = None if self.fused is None else self.fused(input_RNX, residual_RND, position_RN, cache)
-        return self.finish(residual_RND, self.attention(input_RNX, position_RN, cache)) if done is None else done
+        """The layer's output [R, N, D] for the next nodes of the cache.
+
+        Args:
+            input_RNX: the input of attention.
+        """
+        output = None if self.fused is None else self.fused(input_RNX, residual_RND, position_RN, cache)
+        return self.finish(residual_RND, self.attention(input_RNX, position_RN, cache)) if output is None else output
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Add what attention found, then the MLP of its norm."""
+        """Add the attention's output, then the MLP of its norm."""
         hidden = residual + attended
         return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]

@@ -1,17 +1,17 @@
-"""Attention while training: documents end to end without padding, and the diagonals of the training-time test.
+"""Attention for training: documents end to end without padding, and the diagonals of the training-time test.
 
-A batch is one long row of N tokens, document after document; a token sees the earlier tokens of its own document and itself. At step i of
-the training-time test (EAGLE-3, section 3.1) a row t also sees, of the later steps' keys, those of its own index only:
+A batch is one long row of N tokens, document after document; a token sees itself and the earlier tokens of its document.
+At step i of the training-time test (EAGLE-3, section 3.1) row t also sees the later steps' keys at its own index:
 
     step 0 keys, causal         k0[begin of document] .. k0[t]
     step 1..i keys, diagonal    k1[t] .. ki[t]                        one softmax over both
 
-Only the rows that are asked for are queries: rows that no loss depends on cost keys and values, no more. Scores exist for one block of
-queries at a time, in the forward and, worked out again, in the backward, so memory grows with N and never with N x N.
+Only the rows whose loss counts are queries; other rows cost keys and values only. Scores exist for one block of queries at a
+time, in the forward and, recomputed, in the backward, so memory grows with N and never with N x N.
 
 This module knows no net.
-Letters: N tokens, M rows that ask, H heads, K key-value heads, g heads that share keys, h width of a head, I later steps, b rows of a
-block.
+Letters: N tokens, M query rows, H heads, K key-value heads, g query heads per key-value head, h head size, I later steps,
+b rows of a block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-__all__ = ["Asking", "Documents", "flex_packed_attention", "packed_attention"]
+__all__ = ["Documents", "QueryRows", "flex_packed_attention", "packed_attention"]
 
-BLOCK = 128  # rows that ask at a time
+BLOCK = 128  # query rows at a time
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where each document of a packed row begins and ends."""
+    """The lengths of the documents of a packed row, in tokens."""
 
     lengths: tuple[int, ...]
 
@@ -42,44 +42,45 @@ class Documents:
         return sum(self.lengths)
 
     def begin_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: for each token, the index of its document's first token."""
+        """int64: the index of the first token of each token's document."""
         begins = torch.tensor([0, *accumulate(self.lengths)][:-1], dtype=torch.long)
         return begins.repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def end_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: for each token, the index behind its document's last token."""
+        """int64: the index behind the last token of each token's document."""
         return torch.tensor(list(accumulate(self.lengths))).repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def position_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: place within the document."""
+        """int64: the position within the document."""
         return torch.arange(self.tokens, device=device) - self.begin_N(device)
 
-    def asking(self, rows_M: Tensor) -> Asking:
-        """Which tokens ask, int64, ascending."""
-        found, first, bound, rows = [], 0, 0, rows_M.tolist()
+    def query_rows(self, rows_M: Tensor) -> QueryRows:
+        """Split these tokens, int64 and ascending, into blocks of queries within one document each."""
+        blocks, first, bound = [], 0, 0
+        rows = rows_M.tolist()
         for length in self.lengths:
             begin, bound = bound, bound + length
             while first < len(rows) and rows[first] < bound:
                 last = first
                 while last < len(rows) and rows[last] < bound and last - first < BLOCK:
                     last += 1
-                found.append((first, last, begin, rows[last - 1] + 1))
+                blocks.append((first, last, begin, rows[last - 1] + 1))
                 first = last
-        return Asking(rows_M, self.begin_N(rows_M.device)[rows_M], self.tokens, tuple(found))
+        return QueryRows(rows_M, self.begin_N(rows_M.device)[rows_M], self.tokens, tuple(blocks))
 
 
 @dataclass(frozen=True)
-class Asking:
-    """The rows of a packed batch that are queries; made once for all steps."""
+class QueryRows:
+    """The query rows of a packed batch; the same for all steps."""
 
     rows_M: Tensor
-    begin_M: Tensor  # the first token of each one's document
+    begin_M: Tensor  # the first token of the row's document
     tokens: int  # N
-    blocks: tuple[tuple[int, int, int, int], ...]  # (first row that asks, the one behind the last, first key, the one behind the last)
+    blocks: tuple[tuple[int, int, int, int], ...]  # (first query, end, first key, end)
 
     @cached_property
     def mask(self) -> BlockMask:
-        """What FlexAttention reads. Compiled where that is, so that no M x N mask is ever there: at 64k tokens it would take 4 GiB."""
+        """The mask for FlexAttention. On CUDA its creation is compiled, so that no M x N mask exists: 4 GiB at 64k tokens."""
         return self.mask_by(_compiled(create_block_mask) if self.rows_M.is_cuda else create_block_mask)
 
     def mask_by(self, create: Callable[..., BlockMask]) -> BlockMask:
@@ -92,22 +93,22 @@ class Asking:
 
 
 def packed_attention(
-    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, asking: Asking, later_IMKh: tuple[Tensor, Tensor] | None = None
+    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, queries: QueryRows, later_IMKh: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Attention [M, H, h] of the rows that ask, causal within documents, and to the keys of later steps at the same row.
+    """Attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the same row.
 
-    On CUDA by FlexAttention, which has no backward on a CPU; elsewhere by `_Packed`.
+    FlexAttention computes it on CUDA; it has no backward on a CPU, where `_Packed` does.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
-        later_IMKh: keys and values of the steps 1..I at the rows that ask.
+        later_IMKh: keys and values of the steps 1..I at the query rows.
     """
     if q_MHh.is_cuda:
-        return flex_packed_attention(q_MHh, key_NKh, value_NKh, asking, later_IMKh, _compiled(flex_attention))
+        return flex_packed_attention(q_MHh, key_NKh, value_NKh, queries, later_IMKh, _compiled(flex_attention))
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
-    out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, asking.rows_M, asking.blocks)  # type: ignore[no-untyped-call]
+    out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, queries.rows_M, queries.blocks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -117,11 +118,16 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flex_packed_attention(
-    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, asking: Asking, later_IMKh: tuple[Tensor, Tensor] | None, flex: Callable[..., Any]
+    q_MHh: Tensor,
+    key_NKh: Tensor,
+    value_NKh: Tensor,
+    queries: QueryRows,
+    later_IMKh: tuple[Tensor, Tensor] | None,
+    flex: Callable[..., Any],
 ) -> Tensor:
-    """The same by FlexAttention: what it finds among the step-0 keys, and the later values, weighed by their shares of the softmax."""
+    """The same by FlexAttention: its output over the step-0 keys and the later values, weighted by their shares of the softmax."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_MHh, key_NKh, value_NKh))
-    out_1HMh, aux = flex(q, k, v, block_mask=asking.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
+    out_1HMh, aux = flex(q, k, v, block_mask=queries.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
     out_MHh, lse_MKg = out_1HMh[0].transpose(0, 1), aux.lse[0].T.unflatten(1, (key_NKh.shape[1], -1))
     if later_IMKh is None:
         return out_MHh  # type: ignore[no-any-return]
@@ -134,7 +140,7 @@ def flex_packed_attention(
 
 
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:
-    """Scaled scores [K, g, b, n] of a block, in at least float32; -inf where a key lies ahead."""
+    """Scaled scores [K, g, b, n] of a block, in at least float32; -inf for later keys."""
     first, last, begin, end = block
     q_KgbHh, keys_Knh = _grouped(q_MHh[first:last], key_NKh.shape[1]), key_NKh[begin:end].transpose(0, 1)
     K, g, b, h = q_KgbHh.shape
@@ -146,7 +152,7 @@ def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, in
 
 
 def _grouped(x_bHh: Tensor, groups: int) -> Tensor:
-    """[b, H, h] -> [K, g, b, h]: heads that share keys stand together."""
+    """[b, H, h] -> [K, g, b, h]: query heads by their key-value head."""
     b, H, h = x_bHh.shape
     return x_bHh.view(b, groups, H // groups, h).permute(1, 2, 0, 3)
 
@@ -158,7 +164,7 @@ def _flat(x_Kgbh: Tensor) -> Tensor:
 
 
 class _Packed(torch.autograd.Function):
-    """The gradient is worked out from the output and the logarithm of the softmax's denominator (Dao et al. 2022, algorithm 4)."""
+    """The gradient is computed from the output and the log of the softmax's denominator (Dao et al. 2022, algorithm 4)."""
 
     @staticmethod
     def forward(

@@ -105,6 +105,7 @@ def test_a_damaged_library_is_compiled_again(library: Path, compiler: Compiler, 
     assert built.read_bytes() == content
 
 
+@pytest.mark.slow
 @needs
 def test_a_truncated_library_does_not_kill_a_process(library: Path, compiler: Compiler, tmp_path: Path) -> None:
     """The same bug, in a process of its own, with a compiler that is gone meanwhile."""
@@ -170,6 +171,7 @@ def test_a_failure_is_forgotten_after_a_day(compiler: Compiler, monkeypatch: pyt
     assert tries == [2, 4, 6, 8, 10, 16]
 
 
+@pytest.mark.slow
 def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Bug: only the compiler's first process was killed; what it had started went on. It is not run a second time."""
     monkeypatch.setattr(_build, "COMPILE_TIMEOUT_S", 4)  # enough to start, on a busy machine too

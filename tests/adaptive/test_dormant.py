@@ -331,6 +331,7 @@ class Checked(Drafter):
         return session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", SAMPLINGS)
 def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) -> None:
     """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something twice, or keeps what a text was cut back

@@ -50,6 +50,7 @@ def test_tune_refuses(refused: Callable[..., str]) -> None:
     assert "needs a trained head" in refused("tune", "--target", "llama", "--method", "eagle3")
 
 
+@pytest.mark.slow
 def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) -> None:
     """Bugs: a tree that the user describes is changed; auto is not the default, says other ids, or grows beyond what was allowed."""
     plain = answer("--method", "vanilla", "--prompt-ids", "5,9,100")

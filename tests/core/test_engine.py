@@ -64,6 +64,7 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
             assert steps[-1].finish == "stop"
 
 
+@pytest.mark.slow
 def test_rows_join_and_leave_between_cycles(target: Target) -> None:
     """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
     method = drafters.find("eagle2").random(target, seed=2)

@@ -36,7 +36,7 @@ TOLERANCE = 1e-6
 ONE = Sampling(temperature=1.0)
 
 
-@pytest.fixture(autouse=True, params=["kernels", "torch"])
+@pytest.fixture(autouse=True, params=["kernels", pytest.param("torch", marks=pytest.mark.slow)])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chosen trees are followed by kernels where there are some, else by torch's operations: everything here holds for both."""
     if request.param == "torch":

@@ -138,6 +138,7 @@ class ProbeSession(DraftSession):
             self.same(self.text[row], seen.features_BNF[row, path[length - 1]])
 
 
+@pytest.mark.slow
 def test_each_session_is_told_what_it_would_have_seen_alone() -> None:
     """Guards the views: each session's own nodes come first and as it numbered them, scouts too, with the features of the layers that it
     asked for; the accepted path is told in its own numbers, and leads on to the other's nodes where it left its tree."""
@@ -160,6 +161,7 @@ def test_keep_is_what_both_know(one: int, other: int, kept: int) -> None:
     assert session.keep(0, 20) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["eagle2", "seagle", "small_model", "suffix"])
 def test_a_chat(first: str) -> None:
     """Guards `keep` of two sessions of which one knows a token less: the answers are those of the plain loop, and the second prompt is not

@@ -49,6 +49,7 @@ def test_the_heaviest_nodes_of_the_trie() -> None:
             assert guess.logp == pytest.approx(math.log(weight[path] / above))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1)])
 def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
     """Guards the whole way: what the target will say stands in the datastore, so nearly all of it is accepted, in rows of any age; a chat's

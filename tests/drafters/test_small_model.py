@@ -70,6 +70,7 @@ TREES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", TREES)
 def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], target: Target) -> None:
     """Guards every shape at any temperature, in a batch whose rows are of different ages."""

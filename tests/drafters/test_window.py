@@ -73,6 +73,7 @@ def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -
     assert trees(narrow, request) != trees(plain, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> None:

@@ -135,6 +135,7 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(a, b) for a, b in zip(*drafts, strict=True)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3"])
 def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +210,7 @@ def test_python_threads_may_share_a_target() -> None:
         assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "activations"),
     [*((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")), ("bfloat16", "exact"), ("bfloat16", "bfloat16")],

@@ -223,6 +223,7 @@ def test_sleep_over_graphs(name: str) -> None:
     assert max(s.accepted for s in steps if s.plan not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
 def test_drafts_in_fp8(name: str) -> None:
     """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing that a graph cannot hold."""

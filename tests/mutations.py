@@ -145,12 +145,12 @@ def temperature_squared(apply_sampling: Any) -> Any:
     return mutant
 
 
-def temperature_before_sampling(process: Any) -> Any:
+def temperature_before_sampling(node_scores: Any) -> Any:
     """The loop divides by the temperature, and sampling does again."""
 
-    def mutant(decoder: Any, logits_BNV: Any, draft: Any, roots: Any) -> Any:
-        temperature_B = torch.tensor([s.temperature or 1.0 for s in roots.sampling])
-        return process(decoder, logits_BNV / temperature_B[:, None, None], draft, roots)
+    def mutant(logits_BNV: Any, draft: Any, cycle_input: Any) -> Any:
+        temperature_B = torch.tensor([s.temperature or 1.0 for s in cycle_input.sampling])
+        return node_scores(logits_BNV / temperature_B[:, None, None], draft, cycle_input)
 
     return mutant
 
@@ -162,12 +162,12 @@ def only_the_history(seen: Any) -> Any:
 RAW: list[Any] = []
 
 
-def remembered(apply_sampling: Any) -> Any:
+def remembered(node_scores: Any) -> Any:
     """Keeps raw logits."""
 
-    def mutant(logits_NV: Any, *rest: Any) -> Any:
-        RAW.append(logits_NV)
-        return apply_sampling(logits_NV, *rest)
+    def mutant(logits_BNV: Any, *rest: Any) -> Any:
+        RAW.append(logits_BNV)
+        return node_scores(logits_BNV, *rest)
 
     return mutant
 
@@ -179,7 +179,7 @@ def bonus_from_raw_logits(verify: Any) -> Any:
         from eyas.core.tree import Draft, Tree
 
         verdict = verify(draft, scores_BNV, position_B, noise)
-        raw_BNV = torch.stack(RAW[-len(scores_BNV) :]).float()
+        raw_BNV = RAW[-1].float()
         last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
         raw_B1V = raw_BNV.gather(1, last_B1[..., None].expand(-1, -1, raw_BNV.shape[-1]))
         root = Draft(Tree.chain(len(last_B1), 1), last_B1)
@@ -222,14 +222,14 @@ MUTATIONS = (
     mutation(
         "raw logits for the bonus",
         ids("eagle2"),
-        patch("core.sampling:apply_sampling", remembered),
+        patch("core.processors:node_scores", remembered),
         patch("core.verify:verify", bonus_from_raw_logits),
         words=OTHER_IDS,
     ),
     mutation(
         "raw logits for the first token",
         ids("vanilla"),
-        rewrite("core.engine:Decoder._join", "apply_sampling(LOGITS, ...)", "LOGITS.float()"),
+        rewrite("core.engine:Decoder._admit", "node_scores(LOGITS, ...)", "LOGITS.float()"),
         words=OTHER_IDS,
     ),
     # what rejection leaves of p and q
@@ -332,7 +332,7 @@ MUTATIONS = (
     mutation(
         "temperature twice, in the loop",
         ids("eagle2"),
-        patch("core.engine:Decoder._process", temperature_before_sampling),
+        patch("core.processors:node_scores", temperature_before_sampling),
         words=OTHER_IDS,
     ),
     mutation(

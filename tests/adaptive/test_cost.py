@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import zoo
 from curves import curve
 from eyas import drafters
 from eyas.adaptive import auto, cost, mode_of
-from eyas.adaptive.cost import Costs, key_of, place_of, remembered
+from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, Shape
@@ -76,7 +78,7 @@ def test_which_methods_have_a_spare(target: Target) -> None:
 def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
     monkeypatch.setattr(cost, "REPEATS", 1)
-    monkeypatch.setattr(cost, "draft_cost", lambda *given: pytest.fail("timed alone"))
+    monkeypatch.setattr(cost, "_time_drafts", lambda *given: pytest.fail("timed alone"))
     found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
     assert found.nodes == cost.NODES
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
@@ -108,19 +110,19 @@ class Maker:
 def test_measured_once(target: Target, cache: Path) -> None:
     """Bug: every start measures, or a machine's times are those of another model, head, number of threads or dtype."""
     make_costs, drafter = Maker(), make("eagle2", target)
-    first, known = remembered(drafter, make=make_costs)
+    first, known = load_costs(drafter, make=make_costs)
     assert not known
-    assert remembered(drafter, make=make_costs) == (first, True)
-    assert place_of(key_of(drafter)).parent == cache
-    assert [p.name for p in cache.iterdir()] == [place_of(key_of(drafter)).name], "something temporary was left"
-    assert remembered(drafter, force=True, make=make_costs)[0] != first
+    assert load_costs(drafter, make=make_costs) == (first, True)
+    assert cost_path(cost_key(drafter)).parent == cache
+    assert [p.name for p in cache.iterdir()] == [cost_path(cost_key(drafter)).name], "something temporary was left"
+    assert load_costs(drafter, force=True, make=make_costs)[0] != first
     assert make_costs.count == 2
     others = [make("eagle3", target), make("eagle2", Target(zoo.FAMILIES["mistral"]())), make("eagle2", target, **{"tree.nodes": 9})]
-    assert len({place_of(key_of(d)) for d in (drafter, *others)}) == 4
+    assert len({cost_path(cost_key(d)) for d in (drafter, *others)}) == 4
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert place_of(key_of(drafter)) != place_of({**key_of(drafter), "threads": threads})
+        assert cost_path(cost_key(drafter)) != cost_path({**cost_key(drafter), "threads": threads})
     finally:
         torch.set_num_threads(threads)
 
@@ -129,8 +131,8 @@ def test_measured_once(target: Target, cache: Path) -> None:
 def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path) -> None:
     """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is believed."""
     make_costs, drafter = Maker(), make("eagle2", target)
-    remembered(drafter, make=make_costs)
-    path = place_of(key_of(drafter))
+    load_costs(drafter, make=make_costs)
+    path = cost_path(cost_key(drafter))
     found = json.loads(path.read_text())
     edits = {
         "negative": {"verify": [-1.0] * 7}, "short": {"verify": [1.0]}, "nan": {"rest": float("nan")}, "text": {"first": ["a", "b"]},
@@ -140,10 +142,10 @@ def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path
         found["key"]["cpu"] = "another"
     whole = json.dumps({**found, "costs": {**found["costs"], **edits.get(damage, {})}})
     path.write_text(whole if damage in (*edits, "foreign") else damage)
-    _, known = remembered(drafter, make=make_costs)
+    _, known = load_costs(drafter, make=make_costs)
     assert not known
     assert make_costs.count == 2
-    assert remembered(drafter, make=make_costs)[1], "it was not written whole"
+    assert load_costs(drafter, make=make_costs)[1], "it was not written whole"
 
 
 def test_without_a_place_to_keep_it(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,7 @@ def test_without_a_place_to_keep_it(target: Target, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     make_costs = Maker()
     for _ in range(2):
-        assert not remembered(make("eagle2", target), make=make_costs)[1]
+        assert not load_costs(make("eagle2", target), make=make_costs)[1]
     assert make_costs.count == 2
 
 
@@ -166,3 +168,56 @@ def test_what_is_asked_of_trees() -> None:
     assert mode_of({"window.size": 9, "suffix.nodes": 3})[0] == "auto"
     with pytest.raises(ValueError, match="unknown tree 'atuo'; did you mean auto"):
         mode_of({"tree": "atuo"})
+
+
+def busy(spread: float = 0.0, load: float = 0.0, at: float = 1000.0) -> Costs:
+    return replace(curve(0.1, 0.1), spread=spread, load=load, measured_at=at)
+
+
+@pytest.mark.parametrize(("spread", "load"), [(0.6, 0.1), (0.05, 1.5)])
+def test_doubtful_costs_expire(spread: float, load: float, target: Target, cache: Path) -> None:
+    """Bug: the figures of a busy minute are kept for ever, and trees are planned by them on a quiet machine. A made-up clock."""
+    drafter, clock, made = make("eagle2", target), [1000.0], list[Costs]()
+
+    def measured(drafter: Drafter) -> Costs:
+        made.append(busy(spread, load, clock[0]) if len(made) < 2 else busy(at=clock[0]))
+        return made[-1]
+
+    def load_at(seconds: float) -> bool:
+        clock[0] = seconds
+        return load_costs(drafter, make=measured, now=lambda: clock[0])[1]
+
+    assert not load_at(1000.0)
+    assert load_at(1000.0 + cost.DOUBTFUL_SECONDS - 1)
+    assert not load_at(1000.0 + cost.DOUBTFUL_SECONDS)
+    assert not load_at(500.0), "the clock was set back: the age is unknown"
+    assert not made[-1].doubtful
+    assert load_at(1e12), "a good measurement does not expire"
+    assert len(made) == 3
+
+
+def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
+    target: Target, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one method is planned by a busy minute's costs and another one by a quiet minute's, so the same head gets depth 1 here and 5
+    there, and a bench compares the two without a word."""
+    costs = [busy(load=2.0), busy(load=2.0), busy()]
+    monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
+    caplog.set_level("WARNING", "eyas")
+    monkeypatch.setattr(logging.getLogger("eyas"), "propagate", True)
+    auto(make("eagle2", target))._times(1)
+    assert not caplog.messages
+    auto(make("eagle2", target), compared=True)._times(1)
+    assert "costs of eagle2 are doubtful: load 2.00 a core" in caplog.text
+    caplog.clear()
+    auto(make("eagle2", target), compared=True)._times(1)
+    assert not costs
+    auto(make("eagle2", target), compared=True)._times(1)
+    assert not caplog.messages
+
+
+def test_the_spread_of_repeated_timings() -> None:
+    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement doubtful."""
+    assert cost._spread([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
+    assert cost._spread([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
+    assert cost._spread([1.0, 2.0]) == 0.0

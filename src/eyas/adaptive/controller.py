@@ -236,15 +236,17 @@ def _decision(step: Step) -> Decision:
     return step.decision
 
 
-def auto(drafter: Drafter, fallback: bool = True) -> AdaptiveController | None:
+def auto(drafter: Drafter, fallback: bool = True, compared: bool = False) -> AdaptiveController | None:
     """The controller of a method; None for plain decoding, where there is nothing to decide.
 
     Args:
         fallback: whether another method may draft where this one does not pay. None does for a method without a model.
+        compared: the method runs against others, so costs that were measured on a busy machine are measured anew.
     """
     if method_name(drafter) == "vanilla":
         return None
-    costs = None if drafter.max_tree is None else (lambda: cost.remembered(drafter)[0])
+    doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
+    costs = None if drafter.max_tree is None else (lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0])
     other = None if drafter.model_free or not fallback else _load_fallback(drafter.target)
     return AdaptiveController(drafter.max_tree, costs, drafter.samples_children, other)
 

@@ -1,13 +1,16 @@
-"""What this machine takes, in seconds: a pass of the target against its nodes, a draft against levels and branch, and all the rest of a
-cycle. Measured in a few seconds where it is asked for the first time, and kept in the user's cache folder.
+"""Seconds of target passes and drafts on this machine, as `--tree auto` needs them to compare trees.
 
     cycle(nodes, depth, branch)  =  verify(nodes)  +  first(branch) + (depth - 1) * deeper(branch)  +  rest
 
-between what was measured, straight lines. Of several rows a pass has as many nodes as all of them together. Costs are ratios more than
-clocks: who reads them (governor.py) scales them by what cycles really take, so a busy minute, another context or a slower clock do no harm.
+Between measured points costs are linear. With several rows, a pass has as many nodes as all rows together. Costs serve as
+ratios: the controller scales them by what cycles really take, so another context or a slower clock does no harm.
 
-What is kept is valid for one target, method, size of head, dtype, device, number of threads, way to run forwards, and versions. A file that
-is broken or of something else is not read but measured anew. This module knows no acceptance.
+Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this target, method, size of
+head, dtype, device, number of threads, runner and versions; a broken file, or one of another key, is measured anew. A
+measurement knows how busy the machine was and how much its repetitions differed. A doubtful one expires after
+DOUBTFUL_SECONDS, and `eyas bench` does not use it at all: two methods that are compared need like trees.
+
+This module knows nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,60 +43,84 @@ from eyas.drafters import CycleInput, Drafter, Shape
 from eyas.files import parse_json, replaced, user_cache
 from eyas.hardware import cpu_name, versions
 
-__all__ = ["Costs", "draft_cost", "key_of", "measure", "place_of", "remembered", "seconds_of", "verify_cost"]
+__all__ = ["Costs", "cost_key", "cost_path", "draft_cost", "load_costs", "measure", "seconds_of", "verify_cost"]
 
-log = logging.getLogger(__name__)  # the command line shows what it says
+log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 2
-NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # close where a tile of the kernels holds so many and not one more
+FORMAT = 3  # of the files; another number makes older ones unread
+NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # dense where one more node fills a kernel's tile
 BRANCHES = (1, 2, 4, 8)
-LEVELS = 4  # of the deeper one of two drafts that tell what a level takes
+LEVELS = 4  # of the deeper of two drafts, whose difference is the time of a level
 REPEATS = 7
-BUDGET = 2.0  # seconds, after which a measurement is not repeated any more
-CONTEXT = 256  # committed tokens behind which is measured
+BUDGET = 2.0  # seconds after which nothing is repeated any more
+CONTEXT = 256  # committed tokens before the measured passes
+SPREAD_LIMIT = 0.25  # a larger spread is doubtful
+LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
+DOUBTFUL_SECONDS = 600  # a doubtful measurement is used so long
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, of one row."""
+    """Seconds of passes and drafts of one row, and the quality of the measurement."""
 
     context: int  # committed tokens
     nodes: tuple[int, ...]
-    verify: tuple[float, ...]  # a pass over so many nodes
+    verify: tuple[float, ...]  # a target pass over so many nodes
     branches: tuple[int, ...]
-    first: tuple[float, ...]  # a draft of one level, with so many children per node
+    first: tuple[float, ...]  # a draft of one level, by its branch
     deeper: tuple[float, ...]  # each further level
     plain_rest: float  # of a cycle without a draft, beside its pass
-    rest: float  # of a cycle with one, beside draft and pass
+    rest: float  # of a cycle with a draft, beside draft and pass
+    spread: float = 0.0  # interquartile range of repeated timings over their median; the median of all timings
+    load: float = 0.0  # load average a core before the measurement
+    measured_at: float = 0.0  # seconds since the epoch
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether other processes may have distorted the ratios."""
+        return self.spread > SPREAD_LIMIT or self.load > LOAD_LIMIT
+
+    @property
+    def quality(self) -> str:
+        """For people."""
+        text = f"load {self.load:.2f} a core, repeated timings within {self.spread:.0%}"
+        return f"doubtful: {text}" if self.doubtful else text
+
+    def expired(self, now: float, doubtful_seconds: float = DOUBTFUL_SECONDS) -> bool:
+        """Whether it must be measured anew at the time `now`, in seconds since the epoch."""
+        return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
-        """A cycle without a draft."""
+        """Seconds of a cycle without a draft."""
         return _line(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
+        """Seconds of a draft."""
         first, deeper = (_line(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
     def cycle(self, shape: Shape, rows: int = 1) -> float:
+        """Seconds of a cycle with a tree of this size in each row."""
         return _line(self.nodes, self.verify, shape.nodes * rows) + self.draft(shape.depth, shape.branch, rows) + self.rest
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Costs:
-        """ValueError, KeyError or TypeError for what is none."""
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    def from_json(cls, fields: dict[str, Any]) -> Costs:
+        """The costs that `asdict` made these fields of; ValueError, KeyError or TypeError for anything else."""
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
         costs = cls(**values)
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
-        if not all(isinstance(s, float) and math.isfinite(s) and s >= 0 for s in seconds) or not costs.verify or min(costs.verify) <= 0:
-            raise ValueError("no times")
+        numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
+        if not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers) or not costs.verify or min(costs.verify) <= 0:
+            raise ValueError("not all times are positive numbers")
         if [len(costs.nodes), len(costs.branches)] != [len(costs.verify), len(costs.deeper)] or len(costs.first) != len(costs.deeper):
             raise ValueError("times are missing")
         if not all(isinstance(n, int) and n > 0 for n in (*costs.nodes, *costs.branches)) or not costs.branches:
-            raise ValueError("no sizes")
+            raise ValueError("sizes are missing")
         return costs
 
 
 def _line(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Between two measured points the straight line; beyond the last that of the last two, never falling."""
+    """Linear between measured points; beyond the last one as between the last two, but never falling."""
     if x <= at[0] or len(at) == 1:
         return values[0] if x <= at[0] else values[0] * x / at[0]
     i = next((i for i in range(1, len(at)) if x <= at[i]), len(at) - 1)
@@ -104,7 +132,7 @@ def _line(at: Sequence[int], values: Sequence[float], x: float) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Of some work, to its end on the device."""
+    """Seconds of some work, to its end on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -114,23 +142,43 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _medians(jobs: dict[Any, Callable[[], float]]) -> dict[Any, float]:
-    """Median seconds of each job, interleaved: drift hits all alike. The first turn warms up; turns end when the budget is used up."""
-    found: dict[Any, list[float]] = {name: [] for name in jobs}
+class _Timings(NamedTuple):
+    """Median seconds by job, and their typical spread."""
+
+    medians: dict[Any, float]
+    spread: float
+
+
+def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
+    """Each job several times, interleaved, so that drift of the machine meets all alike. The first round warms up."""
+    seconds: dict[Any, list[float]] = {name: [] for name in jobs}
     began = time.perf_counter()
     for turn in range(REPEATS + 1):
         if turn > 1 and time.perf_counter() - began > BUDGET:
             break
         for name, job in jobs.items():
-            found[name].append(job())
-    return {name: median(seconds[1:]) for name, seconds in found.items()}
+            seconds[name].append(job())
+    return _Timings({name: median(values[1:]) for name, values in seconds.items()}, median(map(_spread, seconds.values())))
 
 
-@torch.inference_mode()
+def _spread(seconds: Sequence[float]) -> float:
+    """Interquartile range over the median, the first timing left out."""
+    if len(seconds) < 3:
+        return 0.0
+    low, middle, high = quantiles(seconds[1:], n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
 def verify_cost(
     target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
 ) -> list[dict[str, float]]:
-    """Median milliseconds of one pass over a chain of that many nodes behind `context` committed tokens, one row; interleaved."""
+    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens, one row."""
+    timings = _time_passes(target, context, nodes, feature_layers)
+    return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
+
+
+@torch.inference_mode()
+def _time_passes(target: Target, context: int, nodes: Sequence[int], feature_layers: tuple[int, ...]) -> _Timings:
     nodes = [n for n in nodes if n <= max(1, target.context // 2)]
     context = min(context, target.context - max(nodes))
     session = target.open(1, feature_layers)
@@ -138,19 +186,24 @@ def verify_cost(
     session.prefill(0, _text(target, context))
 
     def job(n: int) -> Callable[[], float]:
-        tokens_1N, tree = torch.zeros(1, n, dtype=torch.long, device=target.device), Tree.chain(1, n, target.device)
+        tokens_1N = torch.zeros(1, n, dtype=torch.long, device=target.device)
+        tree = Tree.chain(1, n, target.device)
         return lambda: seconds_of(lambda: session.forward(tokens_1N, tree), target.device)
 
-    return [{"nodes": n, "ms": round(1e3 * s, 4)} for n, s in _medians({n: job(n) for n in nodes}).items()]
+    return _time({n: job(n) for n in nodes})
 
 
 def _text(target: Target, length: int) -> list[int]:
     return [7 % target.vocab_size] * length
 
 
-@torch.inference_mode()
 def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT) -> dict[Shape, float]:
-    """Median seconds of a draft of each shape behind so many committed tokens, one row; interleaved. Nothing is accepted."""
+    """Median seconds of a draft of each size behind `context` tokens, one row. Nothing is accepted."""
+    return _time_drafts(drafter, shapes, context).medians
+
+
+@torch.inference_mode()
+def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT) -> _Timings:
     target, session = drafter.target, drafter.open(1)
     context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
     session.begin(0, 0, context)
@@ -172,15 +225,15 @@ def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT
         session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + roots.tokens_B, one_1, roots.tokens_B), seen)
         return took
 
-    return _medians({shape: partial(cycle, shape) for shape in shapes})
+    return _time({shape: partial(cycle, shape) for shape in shapes})
 
 
 def _zeros(target: Target, nodes: int, width: int) -> Tensor:
     return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
 
 
-class _Fixed(Policy):
-    """Cycles of one shape and plain ones by turns."""
+class _ByTurns(Policy):
+    """Cycles with a tree of one size and plain ones by turns."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.plain = shape, False
@@ -194,8 +247,8 @@ class _Fixed(Policy):
 
 
 def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], list[Step]]:
-    """Plain cycles and drafted ones of this shape, by turns, the first of each left out: it warms up, or records."""
-    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Fixed(shape)))
+    """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms up, or records."""
+    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _ByTurns(shape)))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
@@ -208,14 +261,14 @@ def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], l
 
 
 def _recorded_draft_cost(drafter: Drafter, shape: Shape, nodes: Sequence[int], verify: Sequence[float]) -> float:
-    """Seconds of a draft that is recorded with the rest of its cycle: what the cycle takes beyond a pass."""
+    """Seconds of a draft that is recorded together with the rest of its cycle: what the cycle takes beyond a pass."""
     _, drafted = _cycles(drafter, shape, CONTEXT)
     return max(0.0, median(s.seconds - _line(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None))
 
 
-def _is_dormant(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
+def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
     """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
-    on_cpu = drafter.target.device.type == "cpu"  # elsewhere the stages only say when work was handed over
+    on_cpu = drafter.target.device.type == "cpu"  # on other devices a stage ends when its work is queued
 
     def rest(step: Step, known: float) -> float:
         known = step.parts.get("draft", 0.0) + step.parts.get("target", 0.0) if on_cpu else known
@@ -226,64 +279,108 @@ def _is_dormant(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, fl
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """More never takes less: what says so was held up by the machine."""
+    """No size takes longer than a larger one: a timing that says so was disturbed."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 def measure(drafter: Drafter) -> Costs:
-    """The costs of a method that grows its trees."""
+    """Measure the costs of a method whose trees grow."""
     limit, target = drafter.max_tree, drafter.target
     assert limit is not None
-    curve = verify_cost(target, feature_layers=drafter.feature_layers)
+    load, now = _load_per_core(), time.time()
+    passes = _time_passes(target, CONTEXT, NODES, drafter.feature_layers)
+    nodes, verify = tuple(passes.medians), _rising(list(passes.medians.values()))
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
-    levels, nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    shapes = [Shape(nodes, depth, b) for b in branches for depth in sorted({1, levels})]
-    passes = tuple(int(row["nodes"]) for row in curve), _rising([row["ms"] / 1e3 for row in curve])
-    recorded = target.run.name.endswith("graphs")
-    found = {s: _recorded_draft_cost(drafter, s, *passes) for s in shapes} if recorded else draft_cost(drafter, shapes)
-    first, last = (_rising([found[Shape(nodes, depth, b)] for b in branches]) for depth in (1, levels))
+    levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
+    shapes = [Shape(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    if target.run.name.endswith("graphs"):
+        drafts = _Timings({shape: _recorded_draft_cost(drafter, shape, nodes, verify) for shape in shapes}, 0.0)
+    else:
+        drafts = _time_drafts(drafter, shapes)
+    first, last = (_rising([drafts.medians[Shape(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels))
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
-    costs = Costs(CONTEXT, *passes, tuple(branches), first, tuple(deeper), 0.0, 0.0)
-    plain_rest, rest = _is_dormant(drafter, costs, Shape(nodes, levels, min(2, limit.branch)))
+    spread = max(passes.spread, drafts.spread)
+    costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)
+    plain_rest, rest = _rests(drafter, costs, Shape(drafted_nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
 
 
-# --- remembering -----------------------------------------------------------------------------------------------------------------------
+def _load_per_core() -> float:
+    """Processes a core that ran or waited during the last minute; 0 where the system does not tell."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
-def key_of(drafter: Drafter) -> dict[str, Any]:
-    """What costs depend on."""
+# --- keeping measurements ----------------------------------------------------------------------------------------------
+
+
+def cost_key(drafter: Drafter) -> dict[str, Any]:
+    """Everything that costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
-        "format": FORMAT, "target": target.fingerprint(), "model": type(target.model).__name__, "method": method_name(drafter),
+        "format": FORMAT,
+        "target": target.fingerprint(),
+        "model": type(target.model).__name__,
+        "method": method_name(drafter),
         "options": repr(drafter.options),
-        "head": None if drafter.net is None else sum(p.numel() for p in drafter.net.parameters()), "dtype": str(target.dtype),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), "cpu": cpu_name(),
+        "head": None if drafter.net is None else sum(p.numel() for p in drafter.net.parameters()),
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "cpu": cpu_name(),
         "threads": target.run.threads or torch.get_num_threads(),
-        "run": target.run.name, **asdict(target.run.form), "draft_weights": target.draft_weights, "versions": versions(),
-    }  # fmt: skip
+        "run": target.run.name,
+        **asdict(target.run.form),
+        "draft_weights": target.draft_weights,
+        "versions": versions(),
+    }
 
 
-def place_of(key: dict[str, Any]) -> Path:
+def cost_path(key: dict[str, Any]) -> Path:
+    """The file that keeps the costs of this key."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache() / f"tune-{name}.json"
 
 
-def remembered(drafter: Drafter, force: bool = False, make: Callable[[Drafter], Costs] = measure) -> tuple[Costs, bool]:
-    """The costs, and whether they had been measured before. `force`: measure them anew."""
-    key = key_of(drafter)
-    path = place_of(key)
-    if not force:
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # not there yet, or not whole
-            found = parse_json(path.read_bytes())
-            if found["key"] == key:
-                return Costs.from_json(found["costs"]), True
-    log.info(
-        "passes and drafts of %s are timed on this machine, once: some seconds (a tree of fixed size goes without)", method_name(drafter)
-    )
+def load_costs(
+    drafter: Drafter,
+    force: bool = False,
+    make: Callable[[Drafter], Costs] = measure,
+    *,
+    doubtful_seconds: float = DOUBTFUL_SECONDS,
+    now: Callable[[], float] = time.time,
+) -> tuple[Costs, bool]:
+    """The costs, and whether they were read instead of measured.
+
+    Args:
+        force: measure them in any case.
+        make: measures.
+        doubtful_seconds: for so long a doubtful measurement is used; 0: it is always made anew, and a warning says so where the
+            new one is doubtful too.
+        now: seconds since the epoch.
+    """
+    key = cost_key(drafter)
+    path = cost_path(key)
+    kept = None if force else _read(path, key)
+    if kept is not None and not kept.expired(now(), doubtful_seconds):
+        return kept, True
+    why = "" if kept is None else " anew: the machine was busy when they were measured before"
+    log.info("measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)", method_name(drafter), why)
     costs = make(drafter)
-    with suppress(OSError):  # then they are measured again the next time
+    if costs.doubtful and doubtful_seconds <= 0:
+        log.warning(
+            "the costs of %s are %s; its trees may differ from a quiet machine's: repeat on one, or compare with --tree fixed",
+            method_name(drafter),
+            costs.quality,
+        )
+    with suppress(OSError):  # without a cache folder they are measured again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as stream:
             stream.write((json.dumps({"key": key, "costs": asdict(costs)}) + "\n").encode())
     return costs, False
+
+
+def _read(path: Path, key: dict[str, Any]) -> Costs | None:
+    """What the file keeps; None: there is none, it is damaged, or it is of another key."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        content = parse_json(path.read_bytes())
+        return Costs.from_json(content["costs"]) if content["key"] == key else None
+    return None

@@ -44,17 +44,17 @@ EXAMPLES = examples(
 @click.pass_context
 def command(ctx: click.RichContext, /, **given: Any) -> None:
     """Measure what trees cost on this machine, and show the one that pays most."""
-    from eyas.adaptive.cost import key_of, place_of, remembered
+    from eyas.adaptive.cost import cost_key, cost_path, load_costs
     from eyas.adaptive.goodput import Acceptance, Plan, sizes
 
     llm = load({**given, "tree": "auto"}, method_options(ctx))
     limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3")
-    costs, known = remembered(llm.drafter, given["force"])
+    costs, known = load_costs(llm.drafter, given["force"])
     guess = Acceptance(limit)
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
-    chosen, place = max(plans, key=lambda plan: plan.rate), str(place_of(key_of(llm.drafter)))
+    chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
     if given["as_json"]:
         tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
         plain = {"tokens_per_second": 1 / costs.plain()}

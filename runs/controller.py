@@ -23,8 +23,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from curves import curve
 from eyas.adaptive.cost import Costs
+from eyas.adaptive.dormant import Policy
 from eyas.core.drafter import Shape
-from eyas.core.engine import Policy
 from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller
 
 TREES = [

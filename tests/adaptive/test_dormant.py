@@ -217,7 +217,8 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
                     assert drafted == awake.seen[place], f"{law}, position {place}"
                     compared[kind] += 1
             behind += sum(s.accepted > 1 and bool(later.decision.plain) for s, later in pairwise(steps) if fallback is None)
-            foretold += sum(s.accepted for s, later in pairwise([s for s in steps if not s.prefill]) if s.decision.fallback and later.decision.awake)
+            cycles = pairwise([s for s in steps if not s.prefill])
+            foretold += sum(s.accepted for s, later in cycles if s.decision.fallback and later.decision.awake)
     assert compared[0] >= 3
     assert compared[1] >= 2
     assert foretold, "no waking behind a path of the spare's"

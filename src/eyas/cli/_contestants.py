@@ -67,7 +67,8 @@ def contestants(llm: LLM, given: Mapping[str, Any], options: Mapping[str, Any]) 
         except Exception as error:  # a method that is broken takes no other one down
             skipped[spec] = reason_of(error)
         else:
-            found[spec] = Drafting(spec, drafter, _called(head), judge, auto(drafter, fallback=rates is None, compared=True) if mode == "auto" else None)
+            policy = auto(drafter, fallback=rates is None, compared=True) if mode == "auto" else None
+            found[spec] = Drafting(spec, drafter, _called(head), judge, policy)
     theirs = _theirs(llm, found.values(), plain=rates is not None, skipped=skipped)
     return [found.pop(VANILLA), *theirs, *found.values()], skipped
 

@@ -173,17 +173,25 @@ def test_draft_cost(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert draft["seagle"]["cycle_wall_ratio"][0][0] == 1
 
 
+def test_the_rate_with_the_least_loss_is_taken(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: heads are compared at the first learning rate, or at the one that is worst for them."""
+    ablation, heads, compared = command("ablation"), command("_heads"), list[Any]()
+    monkeypatch.setattr(heads, "train", lambda head, folder, args: {"losses": [{"loss": 9}, {"loss": abs(head.lr - 2e-3)}]})
+    monkeypatch.setattr(heads, "compare", lambda entered, *given, **settings: compared.extend(entered))
+    ablation.main([*arguments(model, tmp_path, "ablation"), "--data", "chat.jsonl", "--rates", "1e-3,2e-3,4e-3", "--variants", "eagle3"])
+    assert [(head.lr, head.tokens, head.seed) for head in compared] == [(2e-3, 300_000, 0)]
+
+
 @pytest.mark.slow
 def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the way from chats to figures: rates are tried, heads are trained by `eyas train`, texts are equal, and a second run trains
-    nothing again."""
+    """Guards the way from chats to figures: heads are trained by `eyas train`, texts are equal, and a second run trains nothing again."""
     ablation, heads = command("ablation"), command("_heads")
     given = [*arguments(model, tmp_path, "ablation"), "--data", str(chats(tmp_path / "chat.jsonl", 40, "that is"))]
-    given += ["--tokens", "300", "--heldout-tokens", "100", "--tune", "100", "--rates", "1e-3,1e-2", "--variants", "eagle3; eagle1 net"]
+    given += ["--tokens", "300", "--heldout-tokens", "100", "--rates", "1e-3", "--variants", "eagle3; eagle1 net"]
     ablation.main(given)
     record = json.loads((tmp_path / "ablation.json").read_text())
     assert set(record["kinds"]) == {"eagle3", "eagle1 net"}
-    assert set(record["settings"]["tuning"]["eagle3"]["tried"]) == {"0.001", "0.01"}
+    assert record["settings"]["tuning"]["eagle3"] == {"lr": 0.001, "tried": {}}
     assert [set(head["equal_to_plain"].values()) for head in record["heads"]] == [{3}, {3}]
     assert list(record["differences"]) == ["eagle1 net - eagle3"]
     monkeypatch.setattr(heads, "call", lambda line: pytest.fail("trained again"))

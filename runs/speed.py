@@ -40,7 +40,7 @@ from eyas.bench.rows import speedup
 from eyas.bench.run import Bench
 from eyas.core.target import Target
 from eyas.drafters import find
-from eyas.metrics import tau
+from eyas.metrics import relative_cycle_cost, tau
 
 TREES = ((4, 3, 1), (5, 4, 1), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4))
 CONTEXTS = (256, 1024, 2048, 4000)
@@ -87,7 +87,7 @@ def entry(ours: Sequence[Answer], plain: Sequence[Answer], theirs: Sequence[Answ
         return [None if x is None else round(x, 3) for x in speedup(ours, base, whole=True, resamples=RESAMPLES) or (None,) * 3]
 
     cycles, plain_cycles = (sum(len(a.cycles) for a in side) for side in (ours, plain))
-    step = sum(a.decode_seconds for a in plain) / plain_cycles
+    seconds, plain_seconds = (sum(a.decode_seconds for a in side) for side in (ours, plain))
     line: dict[str, Any] = {
         "tokens_per_second": round(sum(len(a.token_ids) for a in ours) / sum(a.seconds for a in ours), 1),
         "over_plain": over(plain),
@@ -97,7 +97,7 @@ def entry(ours: Sequence[Answer], plain: Sequence[Answer], theirs: Sequence[Answ
         line["over_transformers"] = over(theirs)
     if ours is not theirs:
         line["tau"] = round(tau(sum(a.emitted for a in ours), cycles), 2)
-        line["c"] = round(sum(a.decode_seconds for a in ours) / cycles / step, 2)
+        line["c"] = round(relative_cycle_cost(seconds, cycles, plain_seconds, plain_cycles) or 0.0, 2)
     return line
 
 

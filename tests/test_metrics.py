@@ -61,6 +61,8 @@ def test_ratios_without_anything_under_them() -> None:
     """Bug: answers of one token divide by zero."""
     assert metrics.tau(0, 0) == metrics.tokens_per_second(0, 0) == metrics.tokens_per_second(0, 1) == 0
     assert (metrics.tau(6, 2), metrics.tokens_per_second(6, 2)) == (3, 3)
+    assert metrics.relative_cycle_cost(6, 2, 4, 4) == 3
+    assert metrics.relative_cycle_cost(6, 0, 4, 4) is metrics.relative_cycle_cost(6, 2, 0, 0) is None
 
 
 def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:

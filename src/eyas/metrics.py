@@ -48,6 +48,7 @@ __all__ = [
     "n_alpha",
     "ratio",
     "ratio_of_ratios",
+    "relative_cycle_cost",
     "tau",
     "tokens_per_second",
 ]
@@ -63,6 +64,11 @@ RESAMPLES = 2000
 def tau(emitted: float, cycles: float) -> float:
     """Tokens that a cycle emits; 0 without cycles."""
     return emitted / cycles if cycles else 0.0
+
+
+def relative_cycle_cost(seconds: float, cycles: float, plain_seconds: float, plain_cycles: float) -> float | None:
+    """c: seconds of a cycle over seconds of a step of plain decoding; None without either."""
+    return (seconds / cycles) / (plain_seconds / plain_cycles) if cycles and plain_seconds and plain_cycles else None
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:

@@ -23,6 +23,7 @@ from eyas.metrics import (
     mean_acceptance_length,
     ratio,
     ratio_of_ratios,
+    relative_cycle_cost,
     tokens_per_second,
 )
 
@@ -131,7 +132,7 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
     """The figures of one contestant; `theirs`: transformers' plain generate."""
     cycles = [cycle for a in ours for cycle in a.cycles]
     plain_cycles = sum(len(a.cycles) for a in vanilla)
-    plain_step = sum(a.decode_seconds for a in vanilla) / plain_cycles if plain_cycles else None
+    plain_seconds = sum(a.decode_seconds for a in vanilla)
     over_vanilla, over_theirs, tau = speedup(ours, vanilla), speedup(ours, theirs), tau_of(ours)
     reported = [c for c in cycles if c.candidates is not None and c.nodes is not None]
     drafted = sum(c.candidates or 0 for c in reported)
@@ -146,7 +147,7 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "tau": _rounded((tau or (None,))[0]),
         "tau_interval": _interval(tau),
         "mean_acceptance_length": _rounded(mean_acceptance_length(cycles)),
-        "c": _rounded(sum(a.decode_seconds for a in ours) / len(cycles) / plain_step) if cycles and plain_step else None,
+        "c": _rounded(relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)),
         "equal": all(a.differs is None for a in ours) if any(a.comparable for a in ours) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in ours if a.differs is not None],
         "cycles": len(cycles),

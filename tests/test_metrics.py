@@ -54,7 +54,7 @@ def test_totals() -> None:
     assert totals.accepted_lengths == [3, 0]
     assert (totals.cycles, totals.emitted, totals.tau) == (2, 5, 2.5)
     assert (totals.seconds, totals.prefill_seconds) == (5.0, 2.0)
-    assert totals.decisions == {"own": 2}
+    assert totals.decisions == {"fixed": 2}
 
 
 def test_ratios_without_anything_under_them() -> None:

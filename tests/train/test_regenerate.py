@@ -55,33 +55,35 @@ def chat(*contents: str, first: str = "user") -> dict[str, Any]:
 CHATS = [chat("hello", "x", "why", "y"), chat("one", "z"), chat("what is this", "a", "and that", "b", "so?", "c"), chat("bye")]
 
 
-def answered(drafter: Drafter, records: Sequence[Any], manner: GenerationSettings, rows: int = 2) -> list[Regenerated | Skipped]:
-    talks = [parse_conversation(line(record, i), manner) for i, record in enumerate(records)]
-    found = list(regenerate(drafter, WORDS, EOS, talks, manner, rows))
-    return sorted(found, key=lambda one: talks.index(one.conversation))
+def answered(drafter: Drafter, records: Sequence[Any], settings: GenerationSettings, rows: int = 2) -> list[Regenerated | Skipped]:
+    conversations = [parse_conversation(line(record, i), settings) for i, record in enumerate(records)]
+    found = list(regenerate(drafter, WORDS, EOS, conversations, settings, rows))
+    return sorted(found, key=lambda one: conversations.index(one.conversation))
 
 
-def plainly(drafter: Drafter, talk: Conversation, manner: GenerationSettings, seed: int) -> list[str]:
+def plainly(drafter: Drafter, conversation: Conversation, settings: GenerationSettings, seed: int) -> list[str]:
     """The replies, turn by turn, each from forwards over the whole conversation so far."""
-    messages, replies = list(talk.messages[: talk.turns[0]]), list[str]()
-    for turn, after in zip(talk.turns, [*talk.turns[1:], None], strict=True):
+    messages, replies = list(conversation.messages[: conversation.turns[0]]), list[str]()
+    for turn, after in zip(conversation.turns, [*conversation.turns[1:], None], strict=True):
         ids = tuple(render(WORDS, messages))
-        new = plain_decode(drafter.target.model, Request(ids, manner.max_new_tokens, Sampling(manner.sampling.temperature, seed=seed), EOS))
+        new = plain_decode(
+            drafter.target.model, Request(ids, settings.max_new_tokens, Sampling(settings.sampling.temperature, seed=seed), EOS)
+        )
         replies.append(WORDS.decode(new, skip_special_tokens=True))
-        messages += [{"role": "assistant", "content": replies[-1]}, *(talk.messages[turn + 1 : after] if after else [])]
+        messages += [{"role": "assistant", "content": replies[-1]}, *(conversation.messages[turn + 1 : after] if after else [])]
     return replies
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     """Guards the conversation so far (regenerated turns, not those of the data), and keys and values that are used again."""
-    manner = GenerationSettings(max_new_tokens=12)
-    found = answered(drafter, CHATS, manner, rows)
+    settings = GenerationSettings(max_new_tokens=12)
+    found = answered(drafter, CHATS, settings, rows)
     assert len(found) == 4
     for one, record in zip(found, CHATS, strict=True):
         assert isinstance(one, Regenerated)
         said = [message["content"] for message in one.messages if message["role"] == "assistant"]
-        assert said == plainly(drafter, one.conversation, manner, 0)
+        assert said == plainly(drafter, one.conversation, settings, 0)
         asked = [message for message in one.messages if message["role"] == "user"]
         assert asked == [message for message in record["messages"] if message["role"] == "user"]
         assert len(one.finish) == len(one.tokens) == len(said)
@@ -91,10 +93,10 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
 
 def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on as if it had not been."""
-    manner = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
-    whole = [one.messages for one in answered(drafter, CHATS, manner, 3) if isinstance(one, Regenerated)]
+    settings = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
+    whole = [one.messages for one in answered(drafter, CHATS, settings, 3) if isinstance(one, Regenerated)]
     order = [2, 0, 3, 1]
-    shuffled = [one.messages for one in answered(drafter, [CHATS[i] for i in order], manner, 1) if isinstance(one, Regenerated)]
+    shuffled = [one.messages for one in answered(drafter, [CHATS[i] for i in order], settings, 1) if isinstance(one, Regenerated)]
     assert shuffled == [whole[i] for i in order]
     others = [
         one.messages for one in answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3) if isinstance(one, Regenerated)
@@ -106,9 +108,9 @@ def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
 
 def test_a_draft_changes_nothing_but_the_speed(drafter: Drafter) -> None:
     """Any method: the same replies, and tau says what it saved."""
-    manner = GenerationSettings(max_new_tokens=12)
+    settings = GenerationSettings(max_new_tokens=12)
     eagle = drafters.find("eagle2").random(drafter.target, seed=1)
-    mine, plain = answered(eagle, CHATS, manner, 3), answered(drafter, CHATS, manner, 3)
+    mine, plain = answered(eagle, CHATS, settings, 3), answered(drafter, CHATS, settings, 3)
     assert [one.messages for one in mine if isinstance(one, Regenerated)] == [one.messages for one in plain if isinstance(one, Regenerated)]
     assert all(isinstance(one, Regenerated) and one.cycles <= one.emitted for one in mine)
 
@@ -127,8 +129,8 @@ def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
     """512 tokens: a first question that is too long is passed over, a later one ends the conversation before it, and a reply has the room
     that is left; the others go on."""
     records = [chat("x" * 511, "a"), chat("hi", "a", "y" * 600, "b"), chat("z" * 505, "a"), chat("hello", "x")]
-    manner = GenerationSettings(max_new_tokens=8)
-    long, later, tight, fine = answered(drafter, records, manner)
+    settings = GenerationSettings(max_new_tokens=8)
+    long, later, tight, fine = answered(drafter, records, settings)
     assert isinstance(long, Skipped)
     assert not long.dropped
     assert "513 tokens before the reply do not fit the context of 512" in long.reason
@@ -192,17 +194,25 @@ def test_what_cannot_be_answered(name: str) -> None:
         parse_conversation(line(record), GenerationSettings())
 
 
+@pytest.mark.parametrize("text", ['{"prompt": ' + "9" * 5000 + "}", "[" * 60_000, "{", '{"messages": 5}', "5"])
+def test_lines_that_cannot_be_read(text: str) -> None:
+    """They are reported, so that the other lines go on; a ValueError or RecursionError of the library would end the run."""
+    with pytest.raises(InputError) as raised:
+        parse_conversation(DataLine("chat.jsonl:1", text.encode()), GenerationSettings())
+    assert "\n" not in str(raised.value)
+
+
 def test_a_template_that_refuses(drafter: Drafter) -> None:
     """Its reason is handed on; the other conversations go on."""
     words = tokenizer()
     words.chat_template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(words.chat_template)
-    manner = GenerationSettings(max_new_tokens=3)
-    talks = [
-        parse_conversation(line(record), manner)
+    settings = GenerationSettings(max_new_tokens=3)
+    conversations = [
+        parse_conversation(line(record), settings)
         for record in [chat("a", "b", "c", "d"), chat("q", "r"), chat("w", "a", "b", first="assistant")]
     ]
-    found = {id(one.conversation): one for one in regenerate(drafter, words, EOS, talks, manner, 2)}
-    first, second, third = (found[id(talk)] for talk in talks)
+    found = {id(one.conversation): one for one in regenerate(drafter, words, EOS, conversations, settings, 2)}
+    first, second, third = (found[id(conversation)] for conversation in conversations)
     assert isinstance(first, Regenerated)
     assert (len(first.finish), "too many" in first.ended) == (1, True)
     assert isinstance(second, Regenerated)

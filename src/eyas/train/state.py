@@ -20,9 +20,9 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.files import prepare_folder as prepare
-from eyas.files import write_atomically, write_errors, write_text
+from eyas.files import write_atomically, write_errors
 
-__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "prepare", "save_state", "write_text"]
+__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "prepare", "save_state"]
 
 STATE_FILE = "state.pt"
 OLD_KEYS = {  # of earlier versions; read for one more release

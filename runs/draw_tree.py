@@ -98,9 +98,15 @@ def draw_svg(nodes: list[Node]) -> str:
         top[n] = top[children[n][0]]
 
     place(0)
-    width, height = max(x + w for x, w in zip(left, widths, strict=True)) + 1, (rows - 1) * ROW + HEIGHT + 2
+    width, height = (
+        max(x + w for x, w in zip(left, widths, strict=True)) + 1,
+        (rows - 1) * ROW + HEIGHT + 2,
+    )
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"']
-    parts += ['     role="img" aria-label="A draft tree and its accepted path">', f"  <style>{STYLE}  </style>"]
+    parts += [
+        '     role="img" aria-label="A draft tree and its accepted path">',
+        f"  <style>{STYLE}  </style>",
+    ]
     for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):  # accepted edges on top
         x0, y0 = left[node.parent] + widths[node.parent], top[node.parent] + HEIGHT / 2
         x1, y1 = left[n], top[n] + HEIGHT / 2

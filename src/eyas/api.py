@@ -218,7 +218,13 @@ def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokeni
     return words
 
 
-def _drafter(target: Target, draft: Any, method: str | None, options: Mapping[str, Any], draft_with: str | None) -> Drafter:
+def _drafter(
+    target: Target,
+    draft: Any,
+    method: str | None,
+    options: Mapping[str, Any],
+    draft_with: str | None,
+) -> Drafter:
     """The drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
@@ -233,7 +239,12 @@ def _drafter(target: Target, draft: Any, method: str | None, options: Mapping[st
         method = DEFAULT_METHODS.get(format_method, format_method)
     first = drafters.find(method)
     for_second = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
-    drafter = _build(first, draft, target, {name: value for name, value in options.items() if name not in for_second})
+    drafter = _build(
+        first,
+        draft,
+        target,
+        {name: value for name, value in options.items() if name not in for_second},
+    )
     _warn_about_head(drafter, draft, target)
     return drafter if second is None else Merged(drafter, _build(second, None, target, for_second))
 
@@ -260,9 +271,15 @@ def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, opt
 
 def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
     if drafter.needs_weights and not target.head_is_exact:
-        warnings.warn(f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted", stacklevel=4)
+        warnings.warn(
+            f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
+            stacklevel=4,
+        )
     if drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
-        warnings.warn(f"{draft} was trained for another target: the text stays the same, but less of it may be drafted", stacklevel=4)
+        warnings.warn(
+            f"{draft} was trained for another target: the text stays the same, but less of it may be drafted",
+            stacklevel=4,
+        )
 
 
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))
@@ -306,7 +323,12 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: str, *, system: str | None = None, batch_size: int | None = None, **keywords: Unpack[GenerateKeywords]
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
     ) -> Result: ...
     @overload
     def generate(
@@ -336,7 +358,14 @@ class LLM:
         **keywords: Unpack[GenerateKeywords],
     ) -> Result | list[Result]: ...
     @with_generate_keywords
-    def generate(self, prompt: Any, *, system: str | None = None, batch_size: int | None = None, **keywords: Any) -> Any:
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Any,
+    ) -> Any:
         """Answer one prompt, or each of a list of prompts.
 
         Args:
@@ -385,7 +414,11 @@ class LLM:
 
     @with_generate_keywords
     def stream(
-        self, prompt: Prompt | Tensor | Mapping[str, Any], *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
+        self,
+        prompt: Prompt | Tensor | Mapping[str, Any],
+        *,
+        system: str | None = None,
+        **keywords: Unpack[GenerateKeywords],
     ) -> Stream:
         """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
 
@@ -513,7 +546,10 @@ class Chat:
     def _join(self, text: str, answer: _Answer) -> None:
         if answer.totals.token_ids:
             reply = answer.result().text
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+            self.messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": reply},
+            ]
 
 
 class Stream(Iterator[Piece]):

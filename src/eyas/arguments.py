@@ -62,7 +62,11 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # Keywords of other libraries that mean the same as one of ours.
-SYNONYMS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop"}
+SYNONYMS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "stop_strings": "stop",
+}
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (None, 1),
@@ -241,7 +245,12 @@ def with_generate_keywords(function: F) -> F:
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = [name for name in DEFAULTS if name not in signature.parameters]
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=types[name].__forward_arg__)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS[name],
+            annotation=types[name].__forward_arg__,
+        )
         for name in names
     ]
     function.__signature__ = signature.replace(parameters=[*kept, *shared])  # type: ignore[attr-defined]
@@ -276,7 +285,12 @@ def _single_device(device_map: Any) -> Any:
     """The device of a device_map that puts the whole model there."""
     if isinstance(device_map, Mapping) and list(device_map) == [""]:
         device_map = device_map[""]
-    if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if isinstance(device_map, Mapping) or device_map in (
+        "auto",
+        "balanced",
+        "balanced_low_0",
+        "sequential",
+    ):
         raise OptionError('device_map may spread a model over devices, and eyas keeps it whole on one: write device="auto" or "cuda:0"')
     return device_map
 

@@ -54,7 +54,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
     """Tokenize a chat by the tokenizer's own chat template.
 
     Args:
@@ -229,7 +234,14 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
         if kind == "Fuse":
             fused = True
         elif not fused:
-            if kind not in ("Replace", "Strip", "ByteFallback", "Metaspace", "WordPiece", "BPEDecoder"):
+            if kind not in (
+                "Replace",
+                "Strip",
+                "ByteFallback",
+                "Metaspace",
+                "WordPiece",
+                "BPEDecoder",
+            ):
                 return False
         elif kind == "Replace":
             if len(step["pattern"].get("String", "")) != 1:

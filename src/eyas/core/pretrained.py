@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eyas.errors import ModelError
 
@@ -25,12 +31,29 @@ __all__ = ["check_config", "read_model", "read_tokenizer"]
 
 REASON_LENGTH = 240  # characters of a library's message that are shown
 MODEL_JSON = ("config.json", "generation_config.json", "*.index.json")
-TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-TOKENIZER_FILES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer_config.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
 
 
 def read_model(
-    source: str | Path, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, role: str = "target"
+    source: str | Path,
+    dtype: torch.dtype | str = "auto",
+    trust_remote_code: bool = False,
+    role: str = "target",
 ) -> PreTrainedModel:
     """Load a causal language model in eval mode, on the CPU.
 

@@ -67,7 +67,7 @@ STATEFUL = frozenset(
 )
 
 
-# --- results ---------------------------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load(
@@ -146,24 +146,30 @@ def load(
     """Load a target with a drafter, ready to generate.
 
     Args:
-        target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded model with its own head.
+        target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded
+            model with its own head.
         draft: local folder or hub id of a draft head, or a Drafter.
-        method: a name from `eyas methods` or a dotted path. None: the method that the head was made for; `suffix` without a head.
-        draft_with: a second method, one that needs no head; its tree is merged with the first one's in every cycle.
+        method: a name from `eyas methods` or a dotted path. None: the method that the head was made
+            for; `suffix` without a head.
+        draft_with: a second method, one that needs no head; its tree is merged with the first one's
+            in every cycle.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
-        kernels: "auto": compiled kernels on a CPU for the model types that they support, the model's own forward elsewhere.
-            "on": the same, with a warning where they are not used; on a GPU CUDA graphs. "compile": CUDA graphs with layers by
-            torch.compile. "off": the model's own forward.
-        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a target of its own.
-        activations: precision of what weights are multiplied by: "exact", or rounded by the kernels to "bfloat16" (for weights
-            kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4): prompts and large trees cost less; a target
-            of its own.
-        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs that multiply it) or "int4" (by the kernels): changes
-            what is drafted, never the text.
-        options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the second method has go there.
-            tree="auto" adapts the tree's size to this machine and drafts nothing where that is faster: the default, unless a tree
-            is described. tree="fixed" keeps to the options in every cycle.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, the
+            model's own forward elsewhere. "on": the same, with a warning where they are not used;
+            on a GPU CUDA graphs. "compile": CUDA graphs with layers by torch.compile. "off": the
+            model's own forward.
+        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a
+            target of its own.
+        activations: precision of what weights are multiplied by: "exact", or rounded by the kernels
+            to "bfloat16" (for weights kept as bfloat16), "int16" or "int8" (for weights kept as
+            int8 or int4): prompts and large trees cost less; a target of its own.
+        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs that multiply it) or "int4"
+            (by the kernels): changes what is drafted, never the text.
+        options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the
+            second method has go there. tree="auto" adapts the tree's size to this machine and
+            drafts nothing where that is faster: the default, unless a tree is described.
+            tree="fixed" keeps to the options in every cycle.
 
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
@@ -285,11 +291,13 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))
 
 
-# --- generating ------------------------------------------------------------------------------------------------------------------------
+# --- generating -----------------------------------------------------------------------------------
 
 
 class LLM:
-    """A target, a drafter and a tokenizer; and a policy, which learns from everything that is decoded here."""
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that is
+    decoded here.
+    """
 
     def __init__(
         self,
@@ -369,15 +377,18 @@ class LLM:
         """Answer one prompt, or each of a list of prompts.
 
         Args:
-            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a tokenizer returns), or a list of those
-                (a tensor [B, T]).
+            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
+                tokenizer returns), or a list of those (a tensor [B, T]).
             system: a system message, for tokenizers with a chat template.
-            batch_size: prompts that are decoded together when there are many. None: 1 on a CPU, 8 elsewhere.
+            batch_size: prompts that are decoded together when there are many. None: 1 on a CPU, 8
+                elsewhere.
             max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by default. None is the default.
-            stop: a stop string or several. The text ends before it, the ids with the token that completes it.
-            logits_processor: processors of transformers, one or several. They run once for each node, with the node's own
-                prefix, which is slow.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by
+                default. None is the default.
+            stop: a stop string or several. The text ends before it, the ids with the token that
+                completes it.
+            logits_processor: processors of transformers, one or several. They run once for each
+                node, with the node's own prefix, which is slow.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
 
@@ -399,7 +410,9 @@ class LLM:
         system: str | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Iterator[tuple[int, Result]]:
-        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in `generate`."""
+        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
+        `generate`.
+        """
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
         answers = [_Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
         decoder, keep = self._take_decoder(max(1, min(rows, len(answers))))
@@ -464,7 +477,9 @@ class LLM:
         return tuple(render(self.tokenizer, [*head, *cast(Messages, one)]))
 
     def request(self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> tuple[Request, TextReader]:
-        """The engine's request for a prompt, and the reader that turns its tokens into text. Parameters as in `generate`."""
+        """The engine's request for a prompt, and the reader that turns its tokens into text.
+        Parameters as in `generate`.
+        """
         asked = generate_keywords(keywords)
         ids = self.ids(prompt, system, asked["raw"])
         reader = TextReader(self.tokenizer, asked["stop"])
@@ -493,7 +508,8 @@ class LLM:
         return 1 if self.target.device.type == "cpu" else 8
 
     def _take_decoder(self, rows: int = 1) -> tuple[Decoder, Callable[[], None]]:
-        """A Decoder without requests, the one that served last where it suits; and a function that lets it serve again.
+        """A Decoder without requests, the one that served last where it suits; and a function that
+        lets it serve again.
 
         Call it when all is well: after an error the rows of a Decoder may hold anything.
         """
@@ -511,7 +527,9 @@ class LLM:
 
 
 class Chat:
-    """A conversation. Keys and values of earlier turns are used again, up to the first token that differs."""
+    """A conversation. Keys and values of earlier turns are used again, up to the first token that
+    differs.
+    """
 
     def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
         self.llm = llm
@@ -526,7 +544,9 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; it and the answer join the conversation. Parameters as in `LLM.generate`."""
+        """Send a user's message; it and the answer join the conversation. Parameters as in
+        `LLM.generate`.
+        """
         stream = self.stream(text, **keywords)
         for _ in stream:
             pass
@@ -534,7 +554,9 @@ class Chat:
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
-        """The same, piece by piece. When the stream is closed early, the text so far joins the conversation."""
+        """The same, piece by piece. When the stream is closed early, the text so far joins the
+        conversation.
+        """
         if not self._decoder.finished:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
@@ -669,7 +691,9 @@ def sampling_of(asked: Mapping[str, Any]) -> Sampling:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Token ids that end an answer, as transformers finds them: generation config, else model config, else tokenizer."""
+    """Token ids that end an answer, as transformers finds them: generation config, else model
+    config, else tokenizer.
+    """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

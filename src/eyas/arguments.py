@@ -1,8 +1,9 @@
 """Turns what callers of `eyas.load` and `LLM.generate` write into plain values.
 
-Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts, numpy numbers, one value
-where a list is expected, and names of transformers and OpenAI that mean exactly the same here. Everything else is an EyasError
-of one line that says what to write instead. This module knows no model, no tokenizer and no decoding.
+Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
+numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
+exactly the same here. Everything else is an EyasError of one line that says what to write instead.
+This module knows no model, no tokenizer and no decoding.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Prompt = str | Messages | Sequence[int]
 
 
 class GenerateKeywords(TypedDict, total=False):
-    """Keyword parameters that `generate`, `stream`, `chat` and `send` share. `LLM.generate` explains them."""
+    """Keyword parameters that `generate`, `stream`, `chat` and `send` share. `LLM.generate`
+    explains them.
+    """
 
     max_new_tokens: int | None
     temperature: float | None
@@ -102,14 +105,15 @@ LOADED_ELSEWHERE = (
 )
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     """(prompts, whether a single one was given).
 
-    A string, a list of messages and a list of token ids are single prompts; a list of those, and a tensor [B, T], are several.
-    Tensors, arrays and the output of a tokenizer become lists; what its attention mask hides is left out.
+    A string, a list of messages and a list of token ids are single prompts; a list of those, and a
+    tensor [B, T], are several. Tensors, arrays and the output of a tokenizer become lists; what its
+    attention mask hides is left out.
 
     Raises:
         InputError: something else.
@@ -171,7 +175,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-# --- generate --------------------------------------------------------------------------------------------------------------------------
+# --- generate -------------------------------------------------------------------------------------
 
 
 def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -240,7 +244,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_generate_keywords(function: F) -> F:
-    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their defaults, instead of `**keywords`."""
+    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their
+    defaults, instead of `**keywords`.
+    """
     signature, types = inspect.signature(function), GenerateKeywords.__annotations__
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = [name for name in DEFAULTS if name not in signature.parameters]
@@ -257,7 +263,7 @@ def with_generate_keywords(function: F) -> F:
     return function
 
 
-# --- load ------------------------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 
 def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:

@@ -1,16 +1,20 @@
 """Prompts and chat messages to token ids; token ids to text, piece by piece; stop strings.
 
-This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no length limit.
+This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no
+length limit.
 
-Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other tokens to a decoder of one of two
-kinds. For each kind there is a class here that does a bounded amount of work for a token:
+Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other
+tokens to a decoder of one of two kinds. For each kind there is a class here that does a bounded
+amount of work for a token:
 
     byte-level        tokens are bytes, the text is their UTF-8. An incremental UTF-8 decoder holds back at most three bytes.
     piece by piece    a token's text depends on its neighbours in three ways only: it is the first; it is the last; or it
-                      belongs to a run of byte tokens <0xE2><0x82><0xAC>, which is one text if the whole run is UTF-8, and
-                      else one replacement character for each byte. So no text of a run is certain before the run ends.
+                      belongs to a run of byte tokens <0xE2><0x82><0xAC>, which is one text if the
+                      whole run is UTF-8, and else one replacement character for each byte. So no
+                      text of a run is certain before the run ends.
 
-Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short window of tokens.
+Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short
+window of tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +37,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text")  # types of OpenAI's content parts that hold text
 
 
-# --- text to ids ---------------------------------------------------------------------------------------------------------------------
+# --- text to ids ----------------------------------------------------------------------------------
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or none).
+    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or
+    none).
 
     Raises:
         InputError: the prompt is no string, is empty, is not valid Unicode, or gives no token.
@@ -63,13 +68,15 @@ def render(
     """Tokenize a chat by the tokenizer's own chat template.
 
     Args:
-        messages: dicts with "role" (one of ROLES) and "content": a string, or OpenAI's list of content parts, whose texts are
-            joined by line breaks, as vLLM does. Further keys are handed to the template as they are.
+        messages: dicts with "role" (one of ROLES) and "content": a string, or OpenAI's list of
+            content parts, whose texts are joined by line breaks, as vLLM does. Further keys are
+            handed to the template as they are.
         add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
 
     Raises:
-        InputError: a message is malformed, the tokenizer has no chat template, or the template refuses the chat (a role that it
-            does not know, turns that do not alternate); the message then holds the template's own reason.
+        InputError: a message is malformed, the tokenizer has no chat template, or the template
+            refuses the chat (a role that it does not know, turns that do not alternate); the
+            message then holds the template's own reason.
     """
     chat = _checked_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
@@ -109,7 +116,9 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _content_text(content: Any, number: int) -> Any:
-    """The text of OpenAI's content parts; anything else as it is. Parts that hold no text are refused."""
+    """The text of OpenAI's content parts; anything else as it is. Parts that hold no text are
+    refused.
+    """
     if not isinstance(content, list | tuple):
         return content
     if not content:
@@ -141,16 +150,17 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# --- ids to text ---------------------------------------------------------------------------------------------------------------------
+# --- ids to text ----------------------------------------------------------------------------------
 
 
 class Detokeniser:
     """Turns token ids into text, token by token.
 
     After any ids, the texts that `feed` returned and `tail()` together are exactly
-    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. Text that `feed` returned never
-    changes. Ids that the tokenizer does not have (a padded vocabulary) have no text, as in `decode`. For a tokenizer outside
-    the two kinds named at the top of this file this holds as far as its decoding is local.
+    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. Text that
+    `feed` returned never changes. Ids that the tokenizer does not have (a padded vocabulary) have
+    no text, as in `decode`. For a tokenizer outside the two kinds named at the top of this file
+    this holds as far as its decoding is local.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -158,7 +168,9 @@ class Detokeniser:
         self._ended = False
 
     def feed(self, token_id: int) -> str:
-        """Read a token; returns the text that is certain now: the token's own, none, or held-back text with it."""
+        """Read a token; returns the text that is certain now: the token's own, none, or held-back
+        text with it.
+        """
         assert not self._ended, "fed after flush"
         return self._engine.feed(token_id)
 
@@ -179,7 +191,9 @@ class _Engine(Protocol):
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
-    """The class for this tokenizer's decoder: byte-level, piece by piece, or the window for other decoders."""
+    """The class for this tokenizer's decoder: byte-level, piece by piece, or the window for other
+    decoders.
+    """
     steps = _decoder_steps(tokenizer)
     if steps is None:
         return _Window(tokenizer)
@@ -223,10 +237,11 @@ def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(steps: list[dict[str, Any]]) -> bool:
-    """True where a token's text depends on its neighbours only in the three ways that `_Pieces` handles.
+    """True where a token's text depends on its neighbours only in the three ways that `_Pieces`
+    handles.
 
-    Before Fuse the steps see tokens. After it they see one long token, where only steps on single characters or on the
-    beginning are local.
+    Before Fuse the steps see tokens. After it they see one long token, where only steps on single
+    characters or on the beginning are local.
     """
     fused = False
     for step in steps:
@@ -252,7 +267,9 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and on for the other bytes."""
+    """The alphabet of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and
+    on for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -284,14 +301,17 @@ class _Bytes:
 
 
 class _Pieces:
-    """Decoders that join the tokens' own texts: SentencePiece with or without byte tokens, WordPiece, </w> BPE, none.
+    """Decoders that join the tokens' own texts: SentencePiece with or without byte tokens, WordPiece,
+    </w> BPE, none.
 
-    The tokenizer's decoder reads one *group* of tokens between two anchors, which stand for the rest of the text:
+    The tokenizer's decoder reads one *group* of tokens between two anchors, which stand for the
+    rest of the text:
 
         [anchor] group [anchor]     the group's text with more to come        (no left anchor for the first group)
         [anchor] group              its text if nothing follows               certain is what both begin with
 
-    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up to the first that has text: a
+    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up
+        to the first that has text: a
     decoder strips leading spaces from the text, not from a token.
     """
 
@@ -383,7 +403,7 @@ class _Window:
         return text
 
 
-# --- stop strings --------------------------------------------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,14 +417,16 @@ class StopPiece:
 class StopStrings:
     """Turns token ids into text that ends where a stop string begins.
 
-    A token hits when the text of all tokens up to it contains a stop string for the first time. If it completes several, the one
-    counts that ends first, and of those that end together the longest: the one that a reader of single characters sees first.
-    The text ends before that stop string; the ids end with the token. Without stop strings it is a Detokeniser.
+    A token hits when the text of all tokens up to it contains a stop string for the first time. If
+    it completes several, the one counts that ends first, and of those that end together the
+    longest: the one that a reader of single characters sees first. The text ends before that stop
+    string; the ids end with the token. Without stop strings it is a Detokeniser.
 
         stops ["END", "."]    tokens "It was E" | "ND of" | " may." -> text "It was ", then "", hit "END" at the second token
 
-    Text is held back only as long as it may still become a stop string. With stop strings, an open run of byte tokens is searched
-    again at each of its tokens; all other work for a token is bounded by the token and the stop strings.
+    Text is held back only as long as it may still become a stop string. With stop strings, an open
+    run of byte tokens is searched again at each of its tokens; all other work for a token is
+    bounded by the token and the stop strings.
 
     Raises:
         InputError: a stop string is no string or is empty.
@@ -418,7 +440,9 @@ class StopStrings:
         self._ended = False
 
     def feed(self, token_id: int) -> StopPiece:
-        """Read a token: the text that it adds and the stop string that it completes. After a hit no token may follow."""
+        """Read a token: the text that it adds and the stop string that it completes. After a hit no
+        token may follow.
+        """
         assert not self._ended, "fed after a stop string or flush"
         text = self._held + self._detokeniser.feed(token_id)
         if not self._stops:
@@ -433,7 +457,9 @@ class StopStrings:
         return StopPiece(text[: len(text) - keep], None)
 
     def tail(self) -> str:
-        """The text that is held back, as it reads if no token follows; none after a hit. Changes nothing."""
+        """The text that is held back, as it reads if no token follows; none after a hit. Changes
+        nothing.
+        """
         return "" if self._ended else self._held + self._detokeniser.tail()
 
     def flush(self) -> str:

@@ -1,6 +1,8 @@
-"""Differences between model families: masks, scales, context length, and which models cannot be served.
+"""Differences between model families: masks, scales, context length, and which models cannot be
+served.
 
-`describe(model)` reads a loaded model and returns the facts that a caller needs to run it on a tree:
+`describe(model)` reads a loaded model and returns the facts that a caller needs to run it on a
+tree:
 
     mask_kinds   ()                                       one 4-D mask goes to every layer
                  ("full_attention", "sliding_attention")  a dict of 4-D masks, one per kind of layer, goes in
@@ -13,13 +15,15 @@
 
     softcap, logit_scale, embed_scale   operations around the lm_head and the embedding (see `head` and `embed`)
 
-Masks are additive floats: 0 where attention is allowed, the lowest number of the dtype elsewhere. Both backends that eyas
-accepts take them ("eager" and "sdpa"; eager would read a boolean mask as numbers). "flex_attention" has block masks of its
-own and flash attention has no arbitrary masks: both are refused, with the backend to use instead.
+Masks are additive floats: 0 where attention is allowed, the lowest number of the dtype elsewhere.
+Both backends that eyas accepts take them ("eager" and "sdpa"; eager would read a boolean mask as
+numbers). "flex_attention" has block masks of its own and flash attention has no arbitrary masks:
+both are refused, with the backend to use instead.
 
-Facts come from the configuration, from class attributes and from the names that the code of the base model's forward uses.
-What cannot be read there stands in the tables below; no other module asks for a family by its name. This module knows no tree,
-no cache and no drafter, and it runs nothing: `Target` checks the facts with a forward when it is made.
+Facts come from the configuration, from class attributes and from the names that the code of the
+base model's forward uses. What cannot be read there stands in the tables below; no other module
+asks for a family by its name. This module knows no tree, no cache and no drafter, and it runs
+nothing: `Target` checks the facts with a forward when it is made.
 """
 
 from __future__ import annotations
@@ -125,7 +129,9 @@ MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not copies."""
+    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not
+    copies.
+    """
 
     model_type: str
     mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys that the dict of masks must have
@@ -142,7 +148,9 @@ class Family:
 
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes them."""
+    """Logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself
+    computes them.
+    """
     logits: torch.Tensor = family.head(hidden)
     if family.logit_scale != 1.0:
         logits = logits * family.logit_scale
@@ -152,7 +160,9 @@ def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
-    """Embeddings [..., D] of token ids [...], scaled as the first layer reads them, without positions (GPT-2 adds those later)."""
+    """Embeddings [..., D] of token ids [...], scaled as the first layer reads them, without
+    positions (GPT-2 adds those later).
+    """
     embeddings: torch.Tensor = family.embedding(ids)
     return embeddings if family.embed_scale == 1.0 else embeddings * family.embed_scale
 
@@ -237,7 +247,9 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
 
 
 def _kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers of this configuration, each once, full before sliding; empty if it names none."""
+    """The kinds of layers of this configuration, each once, full before sliding; empty if it names
+    none.
+    """
     kinds: set[str] = set()
     for name in KIND_LISTS:
         kinds |= {OTHER_NAMES.get(kind, kind) for kind in getattr(config, name, None) or ()}
@@ -245,7 +257,9 @@ def _kinds(config: Any) -> tuple[str, ...]:
 
 
 def _takes_dict(code: frozenset[str]) -> bool:
-    """True for a forward that uses the names of a test for a dict of attention masks, one entry per kind of layer."""
+    """True for a forward that uses the names of a test for a dict of attention masks, one entry per
+    kind of layer.
+    """
     return {"isinstance", "dict", "layer_types"} <= code
 
 
@@ -256,7 +270,9 @@ def _window(config: Any, mask_kinds: tuple[str, ...], code: frozenset[str]) -> i
 
 
 def _names(module: nn.Module, every_method: bool = False) -> frozenset[str]:
-    """The names that the code of a module's forward (or of every method of its class) uses: globals, attributes, nested functions."""
+    """The names that the code of a module's forward (or of every method of its class) uses:
+    globals, attributes, nested functions.
+    """
     functions = vars(type(module)).values() if every_method else [type(module).forward]
     return frozenset(name for function in functions for name in _names_of(getattr(inspect.unwrap(function), "__code__", None)))
 

@@ -1,8 +1,8 @@
 """Read a Hugging Face model and its tokenizer, from a folder or from the hub.
 
-A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of them becomes a ModelError
-of one line, which names the broken file where one is found. This module knows files and transformers' Auto classes; it knows
-no tree, no cache and no method.
+A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of
+them becomes a ModelError of one line, which names the broken file where one is found. This module
+knows files and transformers' Auto classes; it knows no tree, no cache and no method.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def read_model(
         role: how messages call the model: "target", "draft model".
 
     Raises:
-        ModelError: the model cannot be loaded or tensors are missing; the message names the file where one is broken.
+        ModelError: the model cannot be loaded or tensors are missing; the message names the file
+            where one is broken.
     """
     check_config(source, trust_remote_code, role)
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
@@ -87,7 +88,8 @@ def check_config(source: str | Path, trust_remote_code: bool = False, role: str 
     """Read a model's configuration before anything large is read.
 
     Raises:
-        ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses the configuration.
+        ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses
+            the configuration.
     """
     _check_path(source, role)
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
@@ -144,7 +146,9 @@ def _check_path(source: str | Path, role: str) -> None:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """The folder with the files of a local path or of a hub id that is in the cache; None where nothing is there."""
+    """The folder with the files of a local path or of a hub id that is in the cache; None where
+    nothing is there.
+    """
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -158,12 +162,14 @@ def _has_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
 
 
-# --- why it cannot be loaded -----------------------------------------------------------------------------------------------------------
+# --- why it cannot be loaded ----------------------------------------------------------------------
 
 
 @contextmanager
 def _one_line_errors(beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = "") -> Iterator[None]:
-    """Turn what a library raises into a ModelError: the first broken file, or else the library's message on one line.
+    """Turn what a library raises into a ModelError of one line.
+
+    The line names the first broken file, or else holds the library's message.
 
     Args:
         beginning: how the message begins.

@@ -310,9 +310,8 @@ class _Pieces:
         [anchor] group [anchor]     the group's text with more to come        (no left anchor for the first group)
         [anchor] group              its text if nothing follows               certain is what both begin with
 
-    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up
-        to the first that has text: a
-    decoder strips leading spaces from the text, not from a token.
+    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up to
+    the first that has text: a decoder strips leading spaces from the text, not from a token.
     """
 
     _ANCHOR = "a"

@@ -1,4 +1,4 @@
-"""Compiled kernels: exact storage, the same bits whatever else is computed, and machines without a compiler."""
+"""CPU kernels: lossless storage, and the same bits whatever else is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eyas.core.sampling import GumbelNoise
 from eyas.kernels import _build
 from eyas.nn import with_cpu_kernels
 
-bytes_only = pytest.mark.skipif(not (kernels.available() and kernels.has_vnni()), reason="a CPU without VNNI")
+vnni_only = pytest.mark.skipif(not (kernels.available() and kernels.has_vnni()), reason="a CPU without VNNI")
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 
@@ -33,7 +33,7 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
 
 
 def form(matrix: kernels.Matrix) -> torch.dtype:
-    """What it is kept as; int8 stands as uint8 where the machine adds up products of bytes."""
+    """The type that it is stored in; int8 is uint8 on machines with VNNI."""
     return torch.int8 if matrix.kind == "int8_vnni" else matrix.data.dtype
 
 
@@ -72,10 +72,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype, input
 @needs
 @pytest.mark.parametrize("inputs", [48, 1024])
 @pytest.mark.parametrize("outlier", [1.0, 1e4])
-def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
-    """Guards what quads rest on: rows of any scale, with one number far above the others, each number taken to within 2^-23 of the row's
-    largest, and no error but that in their sums; on ordinary rows less than float32 loses; and what has no digits, which must not look
-    like a number."""
+def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
+    """Guards the quantisation of activations: rows of any scale, with one value far above the others. Each value is exact to within
+    2^-23 of the row's largest, and nothing else is lost; on ordinary rows the error is smaller than float32's. NaN and infinite values
+    must not look like numbers."""
     weight, generator = stored(torch.int8, 64, inputs), torch.Generator().manual_seed(2)
     x = torch.randn(40, inputs, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]
     x[:, 3] *= outlier
@@ -92,7 +92,7 @@ def test_digits_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
         assert not kernels.linear(kernels.pack(weight), x)[5].isfinite().any()
 
 
-@bytes_only
+@vnni_only
 @pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
 def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
     """Guards what `WeightFormat.activations` says: whole multiples of a row's largest, and their products without any further loss,
@@ -110,22 +110,22 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
     """What an int4 matrix holds, [O, I]."""
     bytes_PGpO4, scale = matrix.data[:, :, :512].unflatten(2, (4, 32, 4)), matrix.data[:, :, 512:].contiguous().view(torch.bfloat16).float()
-    quads = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8  # panel, group, pair, half, output, input
-    whole_POGg = quads.permute(0, 4, 1, 2, 3, 5).flatten(3)
+    nibbles = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8  # panel, group, pair, nibble, output, input
+    whole_POGg = nibbles.permute(0, 4, 1, 2, 3, 5).flatten(3)
     return (whole_POGg * scale.transpose(1, 2)[..., None]).flatten(2).flatten(0, 1)[: matrix.outputs]
 
 
-@bytes_only
+@vnni_only
 @pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
-def test_four_bits(activations: Literal["exact", "int16", "int8"]) -> None:
-    """Guards groups, halves of bytes and scales: products are those of the numbers that are kept, for tiles of every size, filled outputs
+def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
+    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of every size, padded outputs
     and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
     assert (matrix.kind, matrix.data.numel()) == ("int4", 3 * 3 * 576)
-    kept, digits = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
-    step = x.abs().amax(1, keepdim=True) / digits
+    kept, largest = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
+    step = x.abs().amax(1, keepdim=True) / largest
     together, exact = kernels.linear(matrix, x), x.double() @ kept.double().T + bias
     assert ((together - exact).abs() <= 0.51 * step * kept.abs().sum(1) + 1e-4).all()
     assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
@@ -155,7 +155,7 @@ def lesser(flags: list[str], folder: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 @needs
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names units of x86 processors")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
 @pytest.mark.parametrize("flag", ["-mno-avx512vnni", "-mno-avx512f", "-march=x86-64"])
 def test_lesser_machines(flag: str, tmp_path: Path) -> None:
     """Guards what this machine leaves out: int8 as floats, AVX2, and plain vectors."""
@@ -171,14 +171,14 @@ def test_lesser_machines(flag: str, tmp_path: Path) -> None:
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)  # around every number of rows and groups
-halves_only = pytest.mark.skipif(not (kernels.available() and kernels.has_avx512_bf16()), reason="a CPU without AVX-512 BF16")
+bf16_only = pytest.mark.skipif(not (kernels.available() and kernels.has_avx512_bf16()), reason="a CPU without AVX-512 BF16")
 
 
-@halves_only
+@bf16_only
 @pytest.mark.parametrize("inputs", [16, 32, 48, 96, 1024, 2816])
 def test_products_of_bfloat16(inputs: int) -> None:
     """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits for a row alone and
-    among any number of others, by vectors and by matrix units; what is not finite stays in its row."""
+    among any number of others, by AVX-512 and by AMX; what is not finite stays in its row."""
     weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.WeightFormat(activations="bfloat16")
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
     assert (matrix.kind, matrix.limbs) == ("bfloat16", 1)
@@ -205,21 +205,21 @@ def test_weights_rounded_to_bfloat16() -> None:
         torch.testing.assert_close(kernels.linear(matrix, x), x @ weight.bfloat16().float().T, rtol=1e-5, atol=1e-4)
 
 
-units_only = pytest.mark.skipif(not (kernels.available() and kernels.has_amx()), reason="a CPU without matrix units (AMX)")
+amx_only = pytest.mark.skipif(not (kernels.available() and kernels.has_amx()), reason="a CPU without AMX")
 
 
-@units_only
+@amx_only
 @pytest.mark.parametrize("inputs", [64, 448, 1024])
 @pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
-def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.WeightFormat, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Guards digits, sums and their order: what units find for quads is what vectors find, for any number of rows, panels of both threads,
+def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows, panels of both threads,
     a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(3)
     rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
     rows[24][5], rows[33][7, 3], rows[33][9, 2], rows[48][4] = 0, torch.inf, torch.nan, torch.inf
     found = {M: kernels.linear(matrix, x) for M, x in rows.items()}
-    with lesser(["-mno-amx-int8"], tmp_path_factory.getbasetemp() / "no units"):  # built for the first of these tests
+    with lesser(["-mno-amx-int8"], tmp_path_factory.getbasetemp() / "no amx"):  # built for the first of these tests
         assert kernels.has_vnni()
         assert not kernels.has_amx()
         for M, x in rows.items():
@@ -227,10 +227,10 @@ def test_matrix_units_find_the_same_bits(inputs: int, rounded: kernels.WeightFor
     assert found[33].isfinite().all(1).tolist() == [row not in (7, 9) for row in range(33)]
 
 
-@units_only
+@amx_only
 @pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
 def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
-    """Guards what bfloat16 weights are multiplied by in matrix units: no more is lost than by float32's own sums, and a row has the same
+    """Guards what bfloat16 weights are multiplied by on AMX: no more is lost than by float32's own sums, and a row has the same
     bits alone and among any number of others."""
     weight, generator = stored(torch.bfloat16, 70, inputs), torch.Generator().manual_seed(5)
     matrix = kernels.pack(weight)

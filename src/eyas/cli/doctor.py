@@ -115,7 +115,7 @@ def _fast_paths() -> dict[str, str]:
     from eyas import kernels
 
     return {
-        "compiled kernels (CPU)": kernels.why_not() or f"built and loaded{', with matrix units' if kernels.has_amx() else ''}",
+        "compiled kernels (CPU)": kernels.why_not() or f"built and loaded{', with AMX' if kernels.has_amx() else ''}",
         "CUDA graphs": "by --kernels on, with compiled layers by --kernels compile; not yet run on a GPU",
     }
 

@@ -20,9 +20,9 @@ CHAIN = {"tree.choices": "chain-5"}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> method, options
     "eagle1 chain, drawn": ("eagle1", CHAIN),
     "eagle1 chain, drawn, block": ("eagle1", {**CHAIN, "verification": "block"}),
-    "eagle1 chain, shared": ("eagle1", {**CHAIN, "tree.noise": "shared"}),
+    "eagle1 chain, shared": ("eagle1", {**CHAIN, "tree.noise": "coupled"}),
     "eagle1 tree, drawn": ("eagle1", {}),
-    "eagle1 tree, shared": ("eagle1", {"tree.noise": "shared"}),
+    "eagle1 tree, shared": ("eagle1", {"tree.noise": "coupled"}),
     "eagle2, none": ("eagle2", tree(26, 5, 4, **{"tree.noise": "none"})),
     "eagle2, shared": ("eagle2", tree(26, 5, 4)),
     "eagle3, none": ("eagle3", tree(26, 5, 4, **{"tree.noise": "none"})),

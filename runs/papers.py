@@ -299,7 +299,7 @@ def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
     intro = prose(
         "Made by `runs/papers.py` from the benches of `runs/papers.sh`; [results](results.md) has the summary, "
         "[benchmark](benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts, paired. "
-        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.sharpness 1`)."
+        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.confidence-temperature 1`)."
     )
     parts = ["# The papers at our scale\n\n" + intro.rstrip() + "\n"]
     parts += [SECTIONS[name].show(Bench(name, read_summary(path))) for name, path in there.items()]

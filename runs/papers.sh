@@ -18,7 +18,7 @@ mkdir -p "$OUT"
 
 # Trees of 26 nodes, root included, for every method that has trees; chains of five draft tokens for those that have none. EAGLE-2 and EAGLE-3 as
 # the papers have them: sharpness 1.
-TREE=tree.nodes=26:tree.depth=5:tree.branch=4:tree.sharpness=1
+TREE=tree.nodes=26:tree.depth=5:tree.branch=4:tree.confidence_temperature=1
 EAGLES=eagle1:tree.choices=chain-5,eagle1:tree.choices=reference,eagle2:$TREE,eagle3:$TREE
 HEADED=medusa:tree.choices=dynamic:tree.nodes=26,hydra:tree.choices=dynamic:tree.nodes=26
 PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26

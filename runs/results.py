@@ -310,7 +310,7 @@ def sharpness() -> str:
     text = prose(
         "A dynamic tree ranks its nodes by the draft's confidences, softmax(sharpness x log q). 1 is "
         "EAGLE-2's own rule; 2, the default "
-        "(`--tree.sharpness`), is worth 3 to 19 % of tau at T = 0. tau, and its ratio to sharpness "
+        "(`--tree.confidence-temperature 0.5`), is worth 3 to 19 % of tau at T = 0. tau, and its ratio to sharpness "
         "1, paired by prompt."
     )
     parts = []

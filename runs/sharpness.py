@@ -1,4 +1,4 @@
-"""tau of dynamic trees against the sharpness of the draft's confidences (`--tree.sharpness`; 1: the paper's).
+"""tau of dynamic trees against the sharpness of the draft's confidences (1 / `--tree.confidence-temperature`; 1: the paper's).
 
     python runs/sharpness.py --output docs/results/sharpness.json                                      the embedded model's heads
     python runs/sharpness.py --target MODEL --draft eagle3=HEAD --draft eagle2=HEAD --output FILE.json
@@ -24,7 +24,9 @@ def main() -> None:
     llm = eyas.load(args.target, method="vanilla")
     keys = [(method, shape, s) for method in heads_of(args.draft) for shape in TREES for s in SHARPNESS]
     heads = heads_of(args.draft)
-    drafters = {str(key): drafter(llm.target, key[0], tree(*key[1], **{"tree.sharpness": key[2]}), heads[key[0]]) for key in keys}
+    drafters = {
+        str(key): drafter(llm.target, key[0], tree(*key[1], **{"tree.confidence_temperature": 1 / key[2]}), heads[key[0]]) for key in keys
+    }
     prompts = bundled_prompts(args.limit)
     answers = ask(llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens)
     table = []

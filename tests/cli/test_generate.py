@@ -35,7 +35,7 @@ def test_json_has_the_promised_keys(answer: Run, world: Path) -> None:
     assert found["method"] == "eagle2"
     assert found["target"] == str(world / "llama")
     assert found["draft"] == str(world / "head")
-    assert found["tree"] == {"kind": "dynamic", "nodes": 6, "depth": 3, "branch": 2, "noise": "shared"}
+    assert found["tree"] == {"kind": "dynamic", "nodes": 6, "depth": 3, "branch": 2, "noise": "coupled"}
     assert (found["dtype"], found["device"]) == ("float32", "cpu")
     assert {"eyas", "python", "torch", "transformers"} <= set(found["versions"])
     assert len(found["token_ids"]) == 24 == 1 + sum(found["accepted_lengths"]) + found["cycles"]
@@ -49,7 +49,7 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     """The command adds a stream up by itself; it must come to the same result as LLM.generate."""
     import eyas
 
-    llm = eyas.load(world / "llama", world / "head", tree={"nodes": 6, "depth": 3, "branch": 2, "noise": "shared"})
+    llm = eyas.load(world / "llama", world / "head", tree={"nodes": 6, "depth": 3, "branch": 2, "noise": "coupled"})
     told = answer("hello", "--draft", "head", *TREE, "--temperature", 0.9, "--seed", 5)
     made = llm.generate("hello", max_new_tokens=24, temperature=0.9, seed=5)
     assert tuple(told["token_ids"]) == made.token_ids

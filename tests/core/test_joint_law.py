@@ -66,7 +66,7 @@ def growth(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> Growt
 
 
 def static(choices: tuple[tuple[int, ...], ...], block: bool = False, confidence: float = 0.0) -> Rule:
-    return lambda cycle, state_B: grow_static(growth(state_B, Q_SV, confidence), cycle, choices, "drawn", block)
+    return lambda cycle, state_B: grow_static(growth(state_B, Q_SV, confidence), cycle, choices, "sampled", block)
 
 
 def dynamic(cycle: CycleInput, state_B: Tensor) -> Draft:

@@ -118,7 +118,7 @@ def test_the_loss(target: Target, inputs: str) -> None:
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),
-    ("eagle1", {"tree.noise": "shared"}),
+    ("eagle1", {"tree.noise": "coupled"}),
     ("eagle1", {"tree.choices": "chain-3", "verification": "block"}),
     ("eagle2", WIDE),
     ("eagle2", {**WIDE, "window.size": 7, "window.sink": 2}),
@@ -135,7 +135,7 @@ def test_same_text_as_plain_decoding(
     drafter = make(method, target, **{"head.inputs": inputs, **options})
     tokens, _ = run(Decoder(target, drafter, 3), [r for r, _ in answered])
     for (request, expected), got in zip(answered, tokens, strict=True):
-        drawn = method == "eagle1" and options.get("tree.noise") != "shared" and not request.sampling.greedy
+        drawn = method == "eagle1" and options.get("tree.noise") != "coupled" and not request.sampling.greedy
         assert got == (run(Decoder(target, drafter, 1), [request])[0][0] if drawn else expected)
 
 

@@ -55,7 +55,7 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     step_K, row_K, answer_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
-        found, _ = drafter.rehearsal(batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8))
+        found, _ = drafter.training_time_test(batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8))
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.loss_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)
@@ -185,7 +185,7 @@ def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(targe
     """It speaks through the target's lm_head: its loss would have nothing to train. Said before a state or a log is begun."""
     drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     drafter.net.head = None
-    with pytest.raises(OptionError, match="speaks through the target's lm_head and cannot be trained"):
+    with pytest.raises(OptionError, match="uses the target's lm_head and cannot be trained"):
         train(drafter, [Example([1, 2, 3, 4], [True] * 4)], [], TrainConfig(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 

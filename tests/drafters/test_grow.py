@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     noise = GumbelNoise.of(kinds)
     roots, growth = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
     if grown == "static":
-        draft = grow_static(growth, roots, ((0,), (0, 0), (0, 0, 0)), "shared")
+        draft = grow_static(growth, roots, ((0,), (0, 0), (0, 0, 0)), "coupled")
         assert draft.q_BNV is None
     else:
         growth = in_other_words(growth, torch.tensor([4, 0, 5, 2, 1, 3])) if grown == "other words" else growth
@@ -72,7 +73,7 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
 
 def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: DynamicTree) -> tuple[list[int], list[int], list[bool]]:
     """Parents, tokens and candidates of one row's tree, node by node."""
-    noise, shared = GumbelNoise.of([kind]), shape.noise == "shared"
+    noise, shared = GumbelNoise.of([kind]), shape.noise == "coupled"
 
     def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
         logits_V = world.q_logits_IV[prefix]
@@ -85,7 +86,7 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
             logits_V = apply_sampling(logits_V[None], kind, seen_1V)[0]
         own_V = logits_V.log_softmax(-1).clamp(max=0)
         key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
-        chance_V = (shape.sharpness * key_V).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
+        chance_V = (key_V / shape.confidence_temperature).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
         best = key_V.topk(min(shape.branch, world.vocab)).indices.tolist()
         return [(float(chance_V[t]), float(own_V[t]), t) for t in best]
 
@@ -108,13 +109,13 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
     return parents, [drafted[i][1] for i in kept], [drafted[i][0] > -math.inf for i in kept]
 
 
-@pytest.mark.parametrize(("expand", "rerank", "stop", "noise", "sharpness"), list(itertools.product(
-    ("value", "confidence"), (True, False), (0.0, 0.15), ("shared", "none"), (1.0, 2.0),
+@pytest.mark.parametrize(("expand", "rerank", "stop", "noise", "temperature"), list(itertools.product(
+    ("value", "confidence"), (True, False), (0.0, 0.15), ("coupled", "none"), (1.0, 0.5),
 )))  # fmt: skip
-def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, sharpness: float) -> None:
+def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, temperature: float) -> None:
     """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
     that float32 sums in another order: 1e-4, seeded."""
-    world, shape = ToyModels(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, sharpness)
+    world, shape = ToyModels(5, 6, seed=7), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
     draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), shape)
@@ -135,7 +136,7 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = [
         grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(k), k), DynamicTree(12, 4, 3, noise))
-        for k, noise in ((kinds, "shared"), ([Sampling()] * 4, "shared"), ([Sampling()] * 4, "none"))
+        for k, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none"))
     ]
     for other in found[1:]:
         for b in (0, 2):
@@ -159,9 +160,9 @@ def test_scores_are_the_processed_law() -> None:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"tree.noise": "sharde"}, "shared"), ({"tree.expand": "values"}, "value"), ({"tree.stop": 1.0}, "below 1"),
-    ({"tree.stop": -0.1}, "0 or more"), ({"tree.rerank": 1}, "true or false"), ({"tree.sharpness": 0}, "above 0"),
-    ({"tree.sharpness": float("nan")}, "above 0"),
+    ({"tree.noise": "cuopled"}, "coupled"), ({"tree.expand": "values"}, "value"), ({"tree.stop": 1.0}, "below 1"),
+    ({"tree.stop": -0.1}, "0 or more"), ({"tree.rerank": 1}, "true or false"), ({"tree.confidence_temperature": 0}, "0.001 or more"),
+    ({"tree.confidence_temperature": float("nan")}, "0.001 or more"),
 ])  # fmt: skip
 def test_bad_options(options: dict[str, object], words: str) -> None:
     """Guards the one clear line."""
@@ -171,21 +172,38 @@ def test_bad_options(options: dict[str, object], words: str) -> None:
 
 def test_bad_options_of_static_trees() -> None:
     """Guards eagle1's own: names, and blocks of what is no drawn chain."""
-    with pytest.raises(OptionError, match="drawn"):
-        StaticTree(noise="drwan")
+    with pytest.raises(OptionError, match="sampled"):
+        StaticTree(noise="samplde")
     with pytest.raises(OptionError, match="block"):
         Options(verification="blok")
     method = Method.__new__(Method)
     method.options = Options(tree=StaticTree("reference"), verification="block")
     with pytest.raises(OptionError, match="chain"):
-        method.plan()
-    method.options = Options(tree=StaticTree("chain", "shared"), verification="block")
-    with pytest.raises(OptionError, match="drawn"):
-        method.plan()
+        method.resolve_tree()
+    method.options = Options(tree=StaticTree("chain", "coupled"), verification="block")
+    with pytest.raises(OptionError, match="sampled"):
+        method.resolve_tree()
 
 
 def test_descriptions() -> None:
     """Guards that ablations are seen in results. Deterministic."""
-    assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "shared"}
-    unusual = {"rerank": False, "stop": 0.1, "sharpness": 1}
+    assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "coupled"}
+    unusual = {"rerank": False, "stop": 0.1, "confidence_temperature": 1}
     assert DynamicTree(**unusual).describe().items() >= unusual.items()
+
+
+@pytest.mark.parametrize(("group", "value", "field", "expected"), [
+    ({"sharpness": 4.0}, "confidence_temperature 0.25", "confidence_temperature", 0.25),
+    ({"noise": "shared"}, "'coupled'", "noise", "coupled"),
+])  # fmt: skip
+def test_old_names_work_with_a_notice(group: dict[str, Any], value: str, field: str, expected: Any) -> None:
+    """Guards the promise of one release: yesterday's options do what they did, and say what to write."""
+    with pytest.warns(FutureWarning, match=value):
+        tree = DynamicTree(**group)
+    assert getattr(tree, field) == expected
+    assert "sharpness" not in tree.describe()
+
+
+def test_an_old_name_of_a_static_tree() -> None:
+    with pytest.warns(FutureWarning, match="'sampled'"):
+        assert StaticTree(noise="drawn").noise == "sampled"

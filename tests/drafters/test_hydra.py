@@ -79,7 +79,7 @@ def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
 def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> None:
     """Guards inputs and their order: each node's children are the best of its head over [feature, root, path], one node at a time."""
     drafter, roots, feature_BD = make("hydra", target), roots_of(2, sampling), features(target, 2)
-    draft = drafter.below(feature_BD, roots)
+    draft = drafter.grow_below(feature_BD, roots)
     assert draft.q_BNV is None
     number = {(): 0} | {path: n for n, path in enumerate(REFERENCE_TREE, start=1)}
     for b, path in itertools.product(range(2), REFERENCE_TREE):
@@ -97,8 +97,8 @@ def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> No
 def test_dynamic_and_fixed_trees_agree(target: Target) -> None:
     """Guards `longer` in both ways of growing: along the best path they draft the same tokens."""
     feature_BD = features(target, 2)
-    chain = make("hydra", target, **{"tree.choices": "chain"}).below(feature_BD, roots_of(2))
-    grown = make("hydra", target, **{"tree.choices": "dynamic", "tree.nodes": 400}).below(feature_BD, roots_of(2))
+    chain = make("hydra", target, **{"tree.choices": "chain"}).grow_below(feature_BD, roots_of(2))
+    grown = make("hydra", target, **{"tree.choices": "dynamic", "tree.nodes": 400}).grow_below(feature_BD, roots_of(2))
     for b in range(2):
         parents, tokens, node = grown.tree.parents_BN[b].tolist(), grown.tokens_BN[b].tolist(), 0
         for token in chain.tokens_BN[b, 1:].tolist():
@@ -112,7 +112,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
         for weight in drafter.net.parameters():
             weight.zero_()
     for sampling in SAMPLINGS[:3]:
-        draft = drafter.below(features(target, 1), roots_of(1, sampling))
+        draft = drafter.grow_below(features(target, 1), roots_of(1, sampling))
         siblings = list(zip(draft.tree.parents_BN[0, 1:].tolist(), draft.tokens_BN[0, 1:].tolist(), strict=True))
         assert len(set(siblings)) == len(siblings)
 
@@ -121,7 +121,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
 def test_what_the_heads_read_while_decoding(target: Target, options: dict[str, Any]) -> None:
     """Guards commits and Hydra++'s cache: in every cycle it is what training reads there, over all true features so far."""
     drafter, seen = make("hydra", target, "init_for_training", **options), list[tuple[int, Tensor]]()
-    below = drafter.below
+    below = drafter.grow_below
     if options:  # a layer that does something
         drafter.net.prefix.load_state_dict(make("hydra", target, **options).net.prefix.state_dict())
 
@@ -129,7 +129,7 @@ def test_what_the_heads_read_while_decoding(target: Target, options: dict[str, A
         seen.append((int(roots.position_B[0]), feature_BD[0].clone()))
         return below(feature_BD, roots)
 
-    drafter.below = spy
+    drafter.grow_below = spy
     prompt = tuple(range(5, 25))
     ((tokens,), steps) = run(Decoder(target, drafter, 1), [Request(prompt, 16)])
     ids = torch.tensor([[*prompt, *tokens]])

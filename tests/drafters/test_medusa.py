@@ -97,7 +97,7 @@ def test_the_features_that_heads_read(target: Target) -> None:
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2]])
-@pytest.mark.parametrize("noise", ["shared", "none"])
+@pytest.mark.parametrize("noise", ["coupled", "none"])
 def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) -> None:
     """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first; siblings differ; score is log q."""
     drafter, roots = make("medusa", target, **{"tree.noise": noise}), roots_of(target, 2, sampling)
@@ -105,13 +105,13 @@ def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) 
     draft = drafter.grow(feature_BD, roots)
     assert draft.q_BNV is None
     logq_BKV = drafter.logits(feature_BD, 4).log_softmax(-1)
-    if noise == "shared" and not sampling.greedy:
+    if noise == "coupled" and not sampling.greedy:
         scaled = drafter.logits(feature_BD, 4) / sampling.temperature
         if sampling.top_k:
             return  # what is dropped by top-k and top-p has no rank; that siblings differ is checked by verify in every run
         logq_BKV = scaled.log_softmax(-1)
     key_BKV = logq_BKV
-    if noise == "shared":
+    if noise == "coupled":
         key_BKV = logq_BKV + roots.noise.gumbel(roots.position_B[:, None] + 1 + torch.arange(4), target.vocab_size)
     order_BKV = key_BKV.argsort(-1, descending=True)
     for b, (n, path) in itertools.product(range(2), enumerate(REFERENCE_TREE, start=1)):
@@ -181,8 +181,8 @@ def test_a_tree_that_is_wider_than_the_vocabulary(target: Target) -> None:
     """Guards topk against small vocabularies."""
     wide = Options().tree.__class__(tuple((rank,) for rank in range(9)))
     with pytest.raises(OptionError, match="9 children, the vocabulary 8"):
-        wide.of_heads(4, 8)
-    assert max(map(max, Options().tree.of_heads(2, 3))) == 2
+        wide.for_heads(4, 8)
+    assert max(map(max, Options().tree.for_heads(2, 3))) == 2
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_text_is_the_target_s(skip: str, family: str) -> None:
     """Guards the draft's own cache, in which the layers that are left out have no place."""
     target = Target(zoo.FAMILIES[family]())
     requests = [Request(tuple(range(3 + i, 12 + 5 * i)), 10 - i, Sampling(0.7 * i, seed=i)) for i in range(3)]
-    tokens, _ = run(Decoder(target, make(target, skip=skip, depth=3, **{"tree.noise": "shared"}), 2), requests)
+    tokens, _ = run(Decoder(target, make(target, skip=skip, depth=3, **{"tree.noise": "coupled"}), 2), requests)
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 

@@ -61,12 +61,12 @@ def test_families_that_draft(family: str, target: Target) -> None:
 
 
 TREES: tuple[dict[str, Any], ...] = (
-    {"tree.choices": "reference", "tree.noise": "shared"},
-    {"depth": 4, "tree.noise": "shared"},
+    {"tree.choices": "reference", "tree.noise": "coupled"},
+    {"depth": 4, "tree.noise": "coupled"},
     {"depth": 4, "dynamic.nodes": 12},
     {"depth": 2, "dynamic.nodes": 30, "dynamic.branch": 7, "dynamic.noise": "none"},
     {"depth": 4, "dynamic.nodes": 12, "confidence": 0.3},
-    {"depth": 4, "confidence": 0.3, "tree.noise": "shared"},
+    {"depth": 4, "confidence": 0.3, "tree.noise": "coupled"},
 )
 
 
@@ -232,7 +232,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two trees": ({"dynamic.nodes": 8, "tree.choices": "reference"}, "a dynamic tree needs"),
     "half a dynamic tree": ({"dynamic.branch": 3}, r"a dynamic tree needs dynamic\.nodes"),
     "a dynamic tree of nothing": ({"dynamic.nodes": 0}, r"tree\.nodes must be"),
-    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole drawn chain"),
+    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole sampled chain"),
     "net": ({"net.width": 100}, "multiple of 32"),
 }
 

@@ -93,7 +93,7 @@ class Net(nn.Module):
         Args:
             embed: index of a packed token [M] -> its embedding [M, D].
             rows_M: ascending; the others lend keys and values only.
-            recompute: keep of a step its inputs, keys and values only, and work the rest out again in the backward.
+            checkpointing: keep only inputs, keys and values of a step, and compute the rest again in the backward pass.
         """
         N, attention = len(features_NF), self.layer.attention
         position_N, queries = documents.position_N(features_NF.device), documents.query_rows(rows_M)

@@ -1,24 +1,30 @@
-"""How trees grow from a draft net: level by level, a static shape or a dynamic one.
+"""Trees grown from a draft net, level by level: EAGLE-2's dynamic tree and trees of a fixed shape.
 
-Both are given `Growth`: the state after the net has read everything committed, and `expand`, one forward of the net over a level's nodes.
-A level's nodes attend to the committed slots and to the levels' slots that `visible` names: their ancestors and themselves.
+Both start from a `Growth`: the state after the net has read every committed token, and `expand`, one
+forward of the net over the nodes of a level. The nodes of a level attend to the committed slots and to
+their ancestors and themselves in the slots of the tree (`visible`).
 
-Shared noise. The target draws argmax(log p + g), where the noise g of a (seed, position, token) is known beforehand, and what it draws does
-not depend on the tree (sampling.py). So a draft may rank its children by log q + g, with q processed by the row's own Sampling like p: it
-guesses what this very run will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). Greedy rows are the
-case g = 0.
+**Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g of a (seed, position, token) is
+known beforehand, and the drawn token does not depend on the tree (`sampling`). So a draft may rank
+children by log q + g, with q processed by the row's own Sampling like p: it guesses what this very run
+will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). Greedy rows are
+the case g = 0.
 
-Sharpness. What is drawn is certain, so how likely a child is the drawn token is a matter of the gaps between the scores and of how far
-log q may be from log p: softmax(sharpness * (log q + g)), which is exact if those errors are Gumbel variables of scale 1 / sharpness.
-q itself, EAGLE-2's choice (sharpness 1), is how likely a token is to be sampled by somebody whose noise is not known.
+**Confidence temperature.** With known noise, or greedily, the drawn token is certain: how likely a child
+is that token depends on the gaps between the scores and on the error of log q. The chance is taken as
+softmax((log q + g) / confidence_temperature), which is exact if the errors are Gumbel variables of that
+scale. EAGLE-2 takes q itself (temperature 1 and no noise): the chance of a token that somebody samples
+whose noise is not known.
 
-Letters: B rows, Q nodes of a level, T nodes of all levels so far, K branch, X everything drafted, N nodes of the final tree (M without the
-root), L levels, D hidden, V vocabulary of the target, v that of the draft.
+Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
+nodes, N nodes of the final tree, M those without the root, L levels, D hidden, V vocabulary of the
+target, v of the draft.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -31,16 +37,18 @@ from torch import Tensor
 from eyas.core.drafter import CycleInput, Shape
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
-from eyas.errors import OptionError, near
+from eyas.drafters._options import check_choice, check_whole, current_noise
+from eyas.errors import OptionError
 
 __all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
 
-NOISES, EXPANSIONS = ("shared", "none"), ("value", "confidence")
+NOISES = ("coupled", "none")
+EXPANSIONS = ("value", "confidence")
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: expand the most probable nodes, then keep the best of all."""
+    """EAGLE-2's tree: expand the most probable nodes, then keep the best of everything drafted."""
 
     nodes: int = 60
     """Verified per cycle, the root included."""
@@ -48,34 +56,43 @@ class DynamicTree:
     """Most draft tokens on a path."""
     branch: int = 10
     """Nodes expanded per level, and children of each."""
-    noise: str = "shared"
-    """sampling: rank children by what this run will draw (shared: the target's own noise), or by q
-    alone (none)."""
+    noise: str = "coupled"
+    """Sampling: rank children with the target's own noise (coupled), or by q alone (none)."""
     expand: str = "value"
-    """Which nodes are expanded: best by value (the whole path's probability), or by confidence
-    (the node's own)."""
+    """Expand the nodes of the best value (probability of the whole path) or confidence (of the node
+    alone)."""
     rerank: bool = True
-    """Verify the best of everything drafted; false: of what was expanded, level by level."""
+    """Verify the best nodes of everything drafted; false: the expanded nodes, level by level."""
     stop: float = 0.0
-    """No children for nodes whose path is not more probable than this."""
-    sharpness: float = 2.0
-    """A child's chance is held to be softmax(sharpness x log q), greedily or with known noise; 1:
-    the paper's."""
+    """A node gets no children when its path is not more probable than this."""
+    confidence_temperature: float = 0.5
+    """A child's chance is softmax(log q / this), greedily or with coupled noise; 1: as in the
+    paper."""
+    sharpness: float | None = None
+    """Old name: 1 / confidence_temperature."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "depth", "branch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise OptionError(f"tree.{name} must be a whole number, 1 or more, got {value!r}")
-        for name, known in (("noise", NOISES), ("expand", EXPANSIONS)):
-            if getattr(self, name) not in known:
-                raise OptionError(f"unknown tree.{name} {getattr(self, name)!r}; {near(str(getattr(self, name)), known)}")
+        check_whole("tree", 1, nodes=self.nodes, depth=self.depth, branch=self.branch)
+        object.__setattr__(self, "noise", current_noise(self.noise))
+        check_choice("tree.noise", self.noise, NOISES)
+        check_choice("tree.expand", self.expand, EXPANSIONS)
         if not isinstance(self.rerank, bool):
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
-        if not isinstance(self.stop, int | float) or isinstance(self.stop, bool) or not 0 <= self.stop < 1:
+        if not _is_number(self.stop) or not 0 <= self.stop < 1:
             raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
-        if not isinstance(self.sharpness, int | float) or isinstance(self.sharpness, bool) or not 0 < self.sharpness <= 1000:
-            raise OptionError(f"tree.sharpness must be a number above 0 and at most 1000, got {self.sharpness!r}")
+        if self.sharpness is not None:
+            self._take_sharpness(self.sharpness)
+        if not _is_number(self.confidence_temperature) or not 0.001 <= self.confidence_temperature < math.inf:
+            raise OptionError(f"tree.confidence_temperature must be a number, 0.001 or more, got {self.confidence_temperature!r}")
+
+    def _take_sharpness(self, sharpness: float) -> None:
+        if not _is_number(sharpness) or not 0 < sharpness <= 1000:
+            raise OptionError(f"tree.sharpness must be a number above 0 and at most 1000, got {sharpness!r}")
+        temperature = 1 / sharpness
+        notice = f"tree.sharpness goes with the next release: write tree.confidence_temperature {temperature:g}, its reciprocal"
+        warnings.warn(notice, FutureWarning, stacklevel=4)
+        object.__setattr__(self, "confidence_temperature", temperature)
+        object.__setattr__(self, "sharpness", None)
 
     @property
     def shape(self) -> Shape:
@@ -86,96 +103,109 @@ class DynamicTree:
         return math.log(self.stop) if self.stop else -math.inf
 
     def describe(self) -> dict[str, Any]:
-        """Shape and noise, and what differs from the paper's method."""
-        unusual = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
-        return {"kind": "dynamic", "nodes": self.nodes, "depth": self.depth, "branch": self.branch, "noise": self.noise, **unusual}
+        """Shape and noise, and every other option that is not at its default."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
+        return {"kind": "dynamic", **self.shape._asdict(), "noise": self.noise, **changed}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What growing starts from."""
+    """A draft net at the beginning of a cycle."""
 
-    read: Callable[[], Tensor]  # the net reads what was committed; its output [B, D] at the newest slot: predicted feature of the root
-    head: Callable[[Tensor], Tensor]  # [..., D] -> logits [..., V]
-    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, features_BQD, visible_BQT, level) -> hidden_BQD
-    draft_ids_v: Tensor | None = None  # the target's ids of the draft vocabulary, where the head speaks a smaller one
-    at_once: Callable[[DynamicTree], Draft | None] | None = None  # all levels of a dynamic tree in one call, where there is a way
+    read: Callable[[], Tensor]  # reads the committed tokens; output [B, D] at the root's slot
+    head: Callable[[Tensor], Tensor]  # hidden [..., D] -> logits [..., V or v]
+    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, hidden_BQD of the parents, visible_BQT, level) -> hidden_BQD
+    draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
+    at_once: Callable[[DynamicTree], Draft | None] | None = None  # grows a whole dynamic tree in one call, or returns None
 
     @cached_property
     def hidden_BD(self) -> Tensor:
         return self.read()
 
-    def ids(self, draft: Tensor) -> Tensor:
+    def ids(self, tokens: Tensor) -> Tensor:
         """The head's token ids -> the target's."""
-        return draft if self.draft_ids_v is None else self.draft_ids_v[draft]
+        return tokens if self.draft_ids_v is None else self.draft_ids_v[tokens]
 
-    def noise(self, roots: CycleInput, level: int, vocab: int) -> Tensor:
-        """[B, 1, v]: what the target will add to log p where a level's children stand; zero in greedy rows."""
-        which = vocab if self.draft_ids_v is None else self.draft_ids_v
-        return roots.noise.gumbel(roots.position_B[:, None] + level + 1, which)
+    def noise(self, cycle: CycleInput, level: int, vocab: int) -> Tensor:
+        """[B, 1, v]: the noise that the target adds to log p at the position of a level's children; zero in greedy rows."""
+        tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
+        return cycle.noise.gumbel(cycle.position_B[:, None] + level + 1, tokens)
 
-    def seen(self, roots: CycleInput) -> Tensor | None:
-        """bool [B, 1, v]: tokens that stand in the rows; None where no row asks."""
-        if roots.history_BV is None:
+    def seen(self, cycle: CycleInput) -> Tensor | None:
+        """bool [B, 1, v]: tokens in the rows' texts; None when no row has a repetition penalty."""
+        if cycle.history_BV is None:
             return None
-        return (roots.history_BV if self.draft_ids_v is None else roots.history_BV[:, self.draft_ids_v])[:, None]
+        return (cycle.history_BV if self.draft_ids_v is None else cycle.history_BV[:, self.draft_ids_v])[:, None]
 
 
 def _log_q(logits: Tensor) -> Tensor:
-    """log softmax in float32; at most 0, so that no child scores above its parent; NaN counts as impossible."""
+    """Log softmax in float32, at most 0 so that no child scores above its parent; NaN counts as impossible."""
     return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
 def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest with their indices; ties go to the smaller index."""
+    """The `count` largest scores and their indices; ties go to the smaller index."""
     values_BX, index_BX = score_BX.sort(dim=-1, descending=True, stable=True)
     return values_BX[:, :count], index_BX[:, :count]
 
 
-def grow_dynamic(growth: Growth, roots: CycleInput, shape: DynamicTree) -> Draft:
-    """EAGLE-2 (seed paper, section 4): expansion by joint confidence, then reranking of everything that was drafted.
+# --- dynamic trees
 
-    A node's value is the product of the chances along its path. At every level the `branch` best new nodes are expanded into `branch`
-    children each; at the end the `nodes - 1` best of all are kept. Ties: by value, then shallower, then in order of drafting.
-    A policy's decision may make the tree smaller.
+
+def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
+    """EAGLE-2 (section 4): expansion by the joint confidence of a path, then reranking of everything drafted.
+
+    A node's value is the product of the chances along its path. At every level the `branch` best new nodes
+    get `branch` children each; at the end the `nodes - 1` best of all nodes are kept. Ties: by value, then
+    the shallower node, then in order of drafting. `cycle.tree_shape` may ask for a smaller tree.
     """
-    if roots.tree_shape is not None:
-        shape = replace(shape, **roots.tree_shape.within(shape.shape)._asdict())
-    if growth.at_once is not None and (draft := growth.at_once(shape)) is not None:
+    if cycle.tree_shape is not None:
+        tree = replace(tree, **cycle.tree_shape.within(tree.shape)._asdict())
+    if growth.at_once is not None and (draft := growth.at_once(tree)) is not None:
         return draft
-    B, device = roots.tokens_B.shape[0], roots.tokens_B.device
-    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(roots)
-    children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, 0)
+    B, device = cycle.tokens_B.shape[0], cycle.tokens_B.device
+    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(cycle)
+    children = _best_children(growth, cycle, tree, hidden_BQD, seen_BQv, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
-    # everything drafted, in order of drafting: token, log q, value, and the parent's place in these lists (-1 = the root)
-    drafted = [(growth.ids(children.index[:, 0]), children.own[:, 0], value_BX, torch.full_like(pick_BK, -1))]
-    beams, begin = [pick_BK], 0  # the places of the nodes that are expanded, level by level; where the last level begins
-    for level in range(1, shape.depth):
-        row_BK, index_BK = pick_BK // K, children.index.flatten(1).gather(1, pick_BK)
+    # all drafted nodes in order of drafting: token, log q, value, and the parent's index here (-1 = the root)
+    drafted = [(growth.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
+    expanded = [pick_BK]  # indices of the expanded nodes, level by level
+    begin = 0  # index of the first node of the last level
+    for level in range(1, tree.depth):
+        parent_BK = pick_BK // K
+        index_BK = children.index.flatten(1).gather(1, pick_BK)
         if seen_BQv is not None:
-            seen_BQv = _rows(seen_BQv, row_BK).scatter(2, index_BK[..., None], True)
-        hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, row_BK), visible_BKT, level - 1)
-        children = _guess(growth, roots, shape, hidden_BQD, seen_BQv, level)
-        parent_BK1 = value_BX.gather(1, pick_BK)[..., None]
-        chance_BKK = children.chance.masked_fill(parent_BK1 <= shape.log_stop, -math.inf)
-        value_BX = (parent_BK1 + chance_BKK).flatten(1)
+            seen_BQv = _rows(seen_BQv, parent_BK).scatter(2, index_BK[..., None], True)
+        hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
+        children = _best_children(growth, cycle, tree, hidden_BQD, seen_BQv, level)
+        parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
+        chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
+        value_BX = (parent_value_BK1 + chance_BKK).flatten(1)
         begin += drafted[-1][0].shape[1]
-        drafted.append((growth.ids(children.index).flatten(1), children.own.flatten(1), value_BX, beams[-1].repeat_interleave(K, dim=1)))
-        pick_BK = _best(value_BX if shape.expand == "value" else chance_BKK.flatten(1), K)[1]
-        beams.append(begin + pick_BK)
+        parent_BX = expanded[-1].repeat_interleave(K, dim=1)
+        drafted.append((growth.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
+        pick_BK = _best(value_BX if tree.expand == "value" else chance_BKK.flatten(1), K)[1]
+        expanded.append(begin + pick_BK)
         visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
-    tokens_BX, own_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
-    keep_BX = _best(value_BX, shape.nodes - 1)[1] if shape.rerank else torch.cat(beams, dim=1)
-    draft = _kept(roots, shape.depth, keep_BX[:, : shape.nodes - 1].sort(dim=-1).values, tokens_BX, own_BX, value_BX, parent_BX)
+    tokens_BX, log_q_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
+    keep_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
+    keep_BM = keep_BX[:, : tree.nodes - 1].sort(dim=-1).values
+    draft = _kept(cycle, tree.depth, keep_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
+    if not tree.rerank:  # what is kept is not the best of what was drafted
+        return draft
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
-    everything = FullDraft(torch.cat([zero_B1 - 1, parent_BX + 1], dim=1), torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1))
-    return replace(draft, drafted=everything) if shape.rerank else draft  # else what is kept is not the best of it
+    parents_BX = torch.cat([zero_B1 - 1, parent_BX + 1], dim=1)
+    return replace(draft, drafted=FullDraft(parents_BX, torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1)))
 
 
 def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
-    """[B, K, Z]: of each row these nodes' values."""
+    """[B, K, Z]: these nodes' values."""
     return x_BQZ.gather(1, row_BK[..., None].expand(-1, -1, x_BQZ.shape[-1]))
 
 
@@ -184,61 +214,67 @@ class _Children:
     """The best children of Q nodes; siblings have distinct tokens."""
 
     index: Tensor  # int64 [B, Q, K]; in the draft's vocabulary
-    own: Tensor  # float32 [B, Q, K]; log q
-    chance: Tensor  # float32 [B, Q, K]; log of how likely the target draws it, at most 0
+    log_q: Tensor  # float32 [B, Q, K]
+    chance: Tensor  # float32 [B, Q, K]; log of the chance that the target draws it, at most 0
 
 
-def _guess(growth: Growth, roots: CycleInput, shape: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int) -> _Children:
-    """What the draft takes for the best children of a level's nodes."""
+def _best_children(
+    growth: Growth, cycle: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int
+) -> _Children:
+    """The children that the draft holds to be most likely, of all nodes of a level."""
     logits_BQv = growth.head(hidden_BQD)
-    count = min(shape.branch, logits_BQv.shape[-1])
-    shared = shape.noise == "shared"
-    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, roots.sampling, seen_BQv) if shared else logits_BQv)
-    drawn = shared and not roots.noise.all_greedy
-    key_BQv = log_q_BQv + growth.noise(roots, level, logits_BQv.shape[-1]) if drawn else log_q_BQv  # noise is zero in greedy rows
+    count = min(tree.branch, logits_BQv.shape[-1])
+    coupled = tree.noise == "coupled"
+    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle.sampling, seen_BQv) if coupled else logits_BQv)
+    noisy = coupled and not cycle.noise.all_greedy
+    key_BQv = log_q_BQv + growth.noise(cycle, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
     index_BQK = key_BQv.topk(count).indices
-    own_BQK = log_q_BQv.gather(-1, index_BQK)
-    if not drawn and shape.sharpness == 1:
-        return _Children(index_BQK, own_BQK, own_BQK)
-    chance_BQK = _log_q(shape.sharpness * key_BQv).gather(-1, index_BQK)
-    certain_B11 = roots.noise.greedy_B[:, None, None] | shared
-    return _Children(index_BQK, own_BQK, torch.where(certain_B11, chance_BQK, own_BQK))
+    log_q_BQK = log_q_BQv.gather(-1, index_BQK)
+    if not noisy and tree.confidence_temperature == 1:
+        return _Children(index_BQK, log_q_BQK, log_q_BQK)
+    chance_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
+    certain_B11 = cycle.noise.greedy_B[:, None, None] | coupled
+    return _Children(index_BQK, log_q_BQK, torch.where(certain_B11, chance_BQK, log_q_BQK))
 
 
-def _kept(roots: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, own_BX: Tensor, value_BX: Tensor, parent_BX: Tensor) -> Draft:
-    """The tree of these nodes. A parent's value is no less than its child's and it was drafted earlier, so it is kept when its child is."""
+def _kept(
+    cycle: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parent_BX: Tensor
+) -> Draft:
+    """The tree of the nodes `keep`. A parent has at least its child's value and was drafted earlier, so it is kept with its child."""
     number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
-    place_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
+    node_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
     parent_BM = parent_BX.gather(1, keep_BM)
-    parent_BM = torch.where(parent_BM < 0, 0, place_BX.gather(1, parent_BM.clamp(min=0)))
+    parent_BM = torch.where(parent_BM < 0, 0, node_BX.gather(1, parent_BM.clamp(min=0)))
 
     def with_root(root_B: Tensor, rest_BM: Tensor) -> Tensor:
         return torch.cat([root_B[:, None], rest_BM], dim=1)
 
-    candidate_BM = value_BX.gather(1, keep_BM) > -math.inf
-    tree = Tree.build(
-        with_root(torch.full_like(roots.tokens_B, -1), parent_BM), depth, with_root(torch.ones_like(roots.active_B), candidate_BM)
-    )
-    zero_B = torch.zeros_like(own_BX[:, 0])
-    score_BN, value_BN = (with_root(zero_B, x_BX.gather(1, keep_BM)) for x_BX in (own_BX, value_BX))
-    return Draft(tree, with_root(roots.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
+    parents_BN = with_root(torch.full_like(cycle.tokens_B, -1), parent_BM)
+    possible_BM = value_BX.gather(1, keep_BM) > -math.inf
+    tree = Tree.build(parents_BN, depth, with_root(torch.ones_like(cycle.active_B), possible_BM))
+    zero_B = torch.zeros_like(log_q_BX[:, 0])
+    score_BN, value_BN = (with_root(zero_B, x_BX.gather(1, keep_BM)) for x_BX in (log_q_BX, value_BX))
+    return Draft(tree, with_root(cycle.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
+
+
+# --- static trees
 
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a static tree: its inner nodes, in node order, and the level's nodes, which are their children."""
+    """One level of a static tree: the nodes with children (inner nodes) above it, and the level's nodes, their children."""
 
     inner_Q: Tensor  # node numbers
-    parent_Q: Tensor  # of those
-    visible_1QT: Tensor  # which of the inner nodes so far, this level's last, each of them sees
-    width: int  # most children of any of them
+    parent_Q: Tensor  # the inner nodes' parents
+    visible_1QT: Tensor  # which inner nodes so far (this level's last) each inner node sees
+    width: int  # most children of an inner node
     child_M: Tensor  # node numbers
-    flat_M: Tensor  # place of the child's parent among the inner nodes * width + rank
+    flat_M: Tensor  # of each child: index of its parent among the inner nodes * width + rank
 
 
 @dataclass(frozen=True)
 class _Static:
-    """A static tree in tensors."""
+    """A static tree as tensors."""
 
     tree: Tree  # one row
     levels: list[_Level]
@@ -255,60 +291,68 @@ class _Static:
         def tensor(numbers: Iterable[int]) -> Tensor:
             return torch.tensor(list(numbers), device=device)
 
-        tree, levels, known = Tree.build(tensor(parents)[None], max(by_depth)), [], list[int]()
+        tree = Tree.build(tensor(parents)[None], max(by_depth))
+        levels = []
+        slots = list[int]()  # the inner nodes that have a slot of the draft's cache
         for _, paths in sorted(by_depth.items()):
             inner = sorted({number[path[:-1]] for path in paths})
-            known += inner
+            slots += inner
             width = 1 + max(path[-1] for path in paths)
-            visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(known)]
+            visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                known = []  # the root has no slot of its own
-            levels.append(_Level(
-                tensor(inner), tensor(max(0, parents[n]) for n in inner), visible_1QT, width, tensor(number[path] for path in paths),
-                tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths),
-            ))  # fmt: skip
+                slots = []  # the root is committed: it has no slot in the tree
+            parent_Q = tensor(max(0, parents[n]) for n in inner)
+            child_M = tensor(number[path] for path in paths)
+            flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)
+            levels.append(_Level(tensor(inner), parent_Q, visible_1QT, width, child_M, flat_M))
         return cls(tree, levels)
 
 
-def grow_static(growth: Growth, roots: CycleInput, choices: Choices, noise: str = "drawn", block: bool = False) -> Draft:
-    """EAGLE-1's tree of fixed shape: a node's children are the draft's best tokens (greedy rows); in sampling rows, by `noise`,
+def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False) -> Draft:
+    """EAGLE-1's tree of fixed shape. In greedy rows a node's children are the draft's best tokens; in others by `noise`:
 
-    drawn: drawn from q without replacement, in the largest order of log q + Gumbel noise of the draft's own (Kool, van Hoof, Welling 2019);
-        siblings stay in draw order;
-    shared: chosen, as the largest of log q + the noise that the target will draw with.
+    sampled: drawn from q without replacement, as the largest of log q + Gumbel noise of the draft's own
+        (Kool, van Hoof, Welling 2019); siblings stay in draw order. The draft then brings q;
+    coupled: chosen, as the largest of log q + the noise that the target draws with.
 
-    block: the tree is a chain, and what is drawn is to be verified as a whole (verify.py).
-    q is processed by the row's own Sampling like p. A node that q gives no mass is no candidate.
+    q is processed by the row's own Sampling like p. A node without mass in q is no candidate.
+
+    Args:
+        block: the tree is a chain, and a sampled chain is verified as a whole (`verify`).
     """
-    B, device = roots.tokens_B.shape[0], roots.tokens_B.device
+    B, device = cycle.tokens_B.shape[0], cycle.tokens_B.device
     plan = _Static.of(choices, device)
     shape, N = plan.tree.for_rows(B), plan.tree.nodes
+    sampled = noise == "sampled" and not cycle.noise.all_greedy
+    coupled = noise == "coupled" and not cycle.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
-    tokens_BN[:, 0] = roots.tokens_B
+    tokens_BN[:, 0] = cycle.tokens_B
     score_BN = torch.zeros(B, N, device=device)
     candidate_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
-    hidden_BND = growth.hidden_BD[:, None].repeat(1, N, 1)  # at each node: the net's output there, i.e. the predicted feature
+    hidden_BND = growth.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
     for number, level in enumerate(plan.levels):
         inner_Q = level.inner_Q
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
             hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
-        seen_BQV = None if roots.history_BV is None else shape.seen(tokens_BN, roots.history_BV)[:, inner_Q]
-        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), roots.sampling, seen_BQV)
+        seen_BQV = None if cycle.history_BV is None else shape.seen(tokens_BN, cycle.history_BV)[:, inner_Q]
+        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle.sampling, seen_BQV)
         key_BQV = scores_BQV
-        if noise == "shared" and not roots.noise.all_greedy:
-            key_BQV = scores_BQV + growth.noise(roots, number, scores_BQV.shape[-1])
-        elif not roots.noise.all_greedy:
-            place_BQ = roots.position_B[:, None] * N + inner_Q  # every node draws with noise of its own
-            q_BQV = probs(scores_BQV, greedy=False)  # drawn from this very law, as rounded, so that verification knows what was done
-            key_BQV = torch.where(roots.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
-            key_BQV = key_BQV + roots.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
+        if coupled:
+            key_BQV = scores_BQV + growth.noise(cycle, number, scores_BQV.shape[-1])
+        elif sampled:
+            q_BQV = probs(scores_BQV, greedy=False)  # drawn from this law as it was rounded: verification divides by the same numbers
+            place_BQ = cycle.position_B[:, None] * N + inner_Q  # every node of every cycle has noise of its own
+            key_BQV = torch.where(cycle.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
+            key_BQV = key_BQV + cycle.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
             q_BNV[:, inner_Q] = q_BQV
         key_BQK, token_BQK = key_BQV.topk(level.width)
-        own_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
-        key_BM, token_BM, own_BM = (x.flatten(1)[:, level.flat_M] for x in (key_BQK, token_BQK, own_BQK))
-        tokens_BN[:, level.child_M], score_BN[:, level.child_M], candidate_BN[:, level.child_M] = token_BM, own_BM, key_BM > -math.inf
+        log_q_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
+        key_BM, token_BM, log_q_BM = (x.flatten(1)[:, level.flat_M] for x in (key_BQK, token_BQK, log_q_BQK))
+        tokens_BN[:, level.child_M] = token_BM
+        score_BN[:, level.child_M] = log_q_BM
+        candidate_BN[:, level.child_M] = key_BM > -math.inf
     tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
     return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)

@@ -94,12 +94,13 @@ class Grower:
         """
         B = len(length_B)
         noise_BLv = None
-        if shape.noise == "shared" and not roots.noise.all_greedy:
+        if shape.noise == "coupled" and not roots.noise.all_greedy:
             which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, shape.depth + 1)
             noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
-            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop, shape.sharpness,
+            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop,
+            1 / shape.confidence_temperature,
             _temperatures(roots.sampling), noise_BLv,
         )  # fmt: skip
         position_B1 = length_B[:, None]

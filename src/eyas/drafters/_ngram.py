@@ -18,9 +18,8 @@ from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
-from eyas.errors import OptionError
 
-__all__ = ["Guess", "Index", "TextSession", "check_whole"]
+__all__ = ["Guess", "Index", "TextSession"]
 
 
 class Guess(NamedTuple):
@@ -114,10 +113,3 @@ class TextSession(DraftSession):
         lines = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
         for row, (tokens, length, active) in enumerate(lines):
             self._learn(row, tokens[1:length] if active else [])
-
-
-def check_whole(group: str, least: int, **values: object) -> None:
-    """OptionError for a value that is not a whole number, `least` or more."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OptionError(f"{group}.{name} must be a whole number, {least} or more, got {value!r}")

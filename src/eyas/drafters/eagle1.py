@@ -1,12 +1,14 @@
-"""eagle1: EAGLE (Li et al. 2024, arXiv 2401.15077): features are easier to foresee than tokens, once the next token is known.
+"""eagle1: EAGLE (Li et al. 2024, arXiv 2401.15077): features are easier to predict than tokens, once the next token is known.
 
-The net reads pairs and predicts the target's next final-norm feature; the target's own head turns it into the law of the token after:
+The net reads pairs and predicts the target's next final-norm feature; the target's own head turns it into
+the distribution of the token after:
 
     slot t:  x = fc[ embedding of token t+1 ; feature of token t ]  ->  one decoder layer  ->  predicted feature of token t+1
                                                                           head of the target  ->  q of token t+2
 
-Beyond what is committed, in the tree, it reads its own predictions. Siblings are chosen (greedy) or drawn without replacement (sampling).
-Nets of the ablation, which read less (section 5.3.2), are here too: `--head.inputs`, see `_eagle1_net`.
+In the tree the net reads its own predictions. Siblings are chosen (greedy rows) or sampled without
+replacement. The nets of the paper's ablation, which read less (section 5.3.2), are here too:
+`--head.inputs`, see `_eagle1_net`.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V vocabulary.
 """
@@ -18,18 +20,31 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
-from eyas.drafters._eagle import EagleMethod, EagleSession, Window, check_sizes, head_of, own_table, shape_like, shape_of
+from eyas.drafters._eagle import EagleMethod, EagleSession, Window
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import Growth, grow_static
-from eyas.errors import InputError, OptionError, near
+from eyas.drafters._nets import (
+    EMBEDDING,
+    check_head,
+    init_matrices,
+    layer_config,
+    layer_shape,
+    load_tensors,
+    own_embedding,
+    placed,
+    saved_tensors,
+    seeded,
+    target_layer_shape,
+)  # fmt: skip
+from eyas.drafters._options import check_choice, current_noise
+from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
@@ -40,27 +55,28 @@ __all__ = ["HeadOptions", "Method", "Net", "StaticTree"]
 _REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100  0000 0001 0002  00000 00001"
 REFERENCE_TREE: Choices = check_choices(tuple(map(int, path)) for path in _REFERENCE.split())
 
-
-SIBLINGS, VERIFICATIONS = ("drawn", "shared"), ("token", "block")
+NOISES = ("sampled", "coupled")
+TRAINING_NOISES = ("uniform", "reference", "none")
+VERIFICATIONS = ("token", "block")
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Which tree EAGLE-1 drafts."""
+    """A tree of fixed shape."""
 
     choices: str | Choices = "reference"
     """"reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of
     ranks."""
-    noise: str = "drawn"
-    """sampling: siblings are drawn from q (drawn, the paper's), or chosen by what this run will
-    draw (shared)."""
+    noise: str = "sampled"
+    """Sampling: siblings are sampled from q (sampled, the paper's), or chosen with the target's
+    noise (coupled)."""
 
     def __post_init__(self) -> None:
-        if self.noise not in SIBLINGS:
-            raise OptionError(f"unknown tree.noise {self.noise!r}; {near(self.noise, SIBLINGS)}")
+        object.__setattr__(self, "noise", current_noise(self.noise))
+        check_choice("tree.noise", self.noise, NOISES)
 
     def resolve(self) -> Choices:
-        """OptionError when the name, the file or the tree is bad."""
+        """The paths of the tree; OptionError when the name, the file or the tree is bad."""
         if not isinstance(self.choices, str):
             return check_choices(self.choices)
         name, _, depth = self.choices.partition("-")
@@ -80,24 +96,20 @@ class StaticTree:
             ) from error
 
 
-NOISES = ("uniform", "reference", "none")
-
-
 @dataclass(frozen=True)
 class NewHead:
-    """What a head is like whose training begins. A trained head brings its own."""
+    """The architecture of a head whose training begins. A trained head brings its own."""
 
     inputs: Annotated[str, NEW_HEADS] = "shifted"
-    """What is read: shifted (EAGLE), or one of its ablation: unshifted, feature, token."""
+    """What the net reads: shifted (EAGLE), or from its ablation: unshifted, feature, token."""
 
     def __post_init__(self) -> None:
-        if self.inputs not in INPUTS:
-            raise OptionError(f"unknown head.inputs {self.inputs!r}; {near(self.inputs, INPUTS)}")
+        check_choice("head.inputs", self.inputs, INPUTS)
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Flags of every method with EAGLE-1's net."""
+    """Options of every method with EAGLE-1's net."""
 
     window: Window = field(default_factory=Window)
     head: NewHead = field(default_factory=NewHead)
@@ -105,38 +117,39 @@ class HeadOptions:
     """Added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none."""
 
     def __post_init__(self) -> None:
-        if self.noise not in NOISES:
-            raise OptionError(f"unknown noise {self.noise!r}; {near(self.noise, NOISES)}")
+        check_choice("noise", self.noise, TRAINING_NOISES)
 
 
 @dataclass(frozen=True)
 class Options(HeadOptions):
-    """Flags of eagle1."""
+    """Options of eagle1."""
 
     tree: StaticTree = field(default_factory=StaticTree)
     verification: str = "token"
-    """Sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
+    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts
+    more)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verification not in VERIFICATIONS:
-            raise OptionError(f"unknown verification {self.verification!r}; {near(self.verification, VERIFICATIONS)}")
+        check_choice("verification", self.verification, VERIFICATIONS)
 
 
 class UnshiftedSession(EagleSession):
-    """Features come with the embedding of their own token before them, which is what the net then reads."""
+    """A session whose features carry the embedding of their own token in front, which the `unshifted` net reads."""
+
+    drafter: Method
 
     def __init__(self, drafter: Method, rows: int) -> None:
         super().__init__(drafter, rows)
-        self.hidden_of = drafter.hidden_of
         self.pending_BPF = self.pending_BPF.repeat(1, 1, 2)
         self.state["pending_BPF"] = tuple(self.pending_BPF.shape)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        super().prefill(row, tokens_T, self.hidden_of(tokens_T, features_TF), position)
+        super().prefill(row, tokens_T, self.drafter.net_inputs(tokens_T, features_TF), position)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        super().commit(draft, verdict, replace(seen, features_BNF=self.hidden_of(draft.tokens_BN, seen.features_BNF)))
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        inputs_BNF = self.drafter.net_inputs(draft.tokens_BN, output.features_BNF)
+        super().commit(draft, verdict, replace(output, features_BNF=inputs_BNF))
 
 
 class Method(EagleMethod):
@@ -149,21 +162,20 @@ class Method(EagleMethod):
 
     def __init__(self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None) -> None:
         super().__init__(target, options)
-        self.net, self.shape, self.feature_layers = net, shape, (target.num_layers,)
+        self.net = net
+        self.shape = shape
+        self.feature_layers = (target.num_layers,)
         self.embed_tokens = embed_tokens
-        self.plan()
+        self.resolve_tree()
 
-    def plan(self) -> None:
-        """Resolve the options once; OptionError when they are bad."""
+    def resolve_tree(self) -> None:
+        """Resolve the tree's options once; OptionError when they are bad."""
         self.choices = self.options.tree.resolve()
-        if self.options.verification == "block" and (self.options.tree.noise != "drawn" or max(path[-1] for path in self.choices)):
-            raise OptionError("verification block is for a chain that is drawn: give --tree.choices chain --tree.noise drawn")
-        if max(path[-1] for path in self.choices) >= self.target.vocab_size:
+        widest = 1 + max(path[-1] for path in self.choices)
+        if self.options.verification == "block" and (self.options.tree.noise != "sampled" or widest > 1):
+            raise OptionError("verification block is for a chain that is sampled: give --tree.choices chain --tree.noise sampled")
+        if widest > self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
-
-    @classmethod
-    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
-        return (target.num_layers,)
 
     @property
     def shape_weight(self) -> Tensor:
@@ -175,44 +187,50 @@ class Method(EagleMethod):
 
     @property
     def samples_children(self) -> bool:
-        return bool(self.options.tree.noise == "drawn")
+        return bool(self.options.tree.noise == "sampled")
+
+    # --- weights
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """Strictly: hidden size and vocabulary must be the target's, every tensor must be there and nothing else."""
-        weights = head_of(weights, cls.reads, "EAGLE-1/2")
-        check_sizes(weights, {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)})
+        """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and no others are there."""
+        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
+        weights = check_head(weights, cls.reads, "EAGLE-1/2", sizes)
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window)
-        shape = shape_of(config)
-        net = Net(shape, config["fc_bias"], config["inputs"])
-        shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-        table = "embed.weight"
-        checkpoints.expect(weights, {**shapes, table: (target.vocab_size, target.hidden_size)}, {table})
-        net.load_state_dict({name: value for name, value in weights.tensors.items() if name != table})
-        own = weights.tensors.get(table)
-        net = net.to(device=target.device, dtype=target.dtype).eval()
-        method = cls(target, options, net, shape, own_table(own, target))
+        shape = layer_shape(config)
+        table = {EMBEDDING: (target.vocab_size, target.hidden_size)}
+        net = load_tensors(Net(shape, config["fc_bias"], config["inputs"]), weights, target, table, frozenset(table))
+        method = cls(target, options, net, shape, own_embedding(weights, target))
         method.trained_length = config.get("max_positions")
         return method
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
-        """A head of the target's own layer shape (its width, heads and intermediate size) unless given otherwise."""
-        layer, options = shape_like(target, **shape), options or cls.Options()
+        """A head with a layer of the target's own sizes; `shape` replaces some of them."""
+        layer, options = target_layer_shape(target, **shape), options or cls.Options()
         cls.check_window(options.window)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             net = Net(layer, inputs=options.head.inputs)
-            for name, weight in net.named_parameters():
-                if weight.ndim == 2:
-                    nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-                elif name.endswith("bias"):
-                    nn.init.zeros_(weight)
-        return cls(target, options, net.to(device=target.device, dtype=target.dtype).eval(), layer)
+            init_matrices(net)
+        return cls(target, options, placed(net, target), layer)
 
-    def hidden_of(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What a step hands to the next, of tokens [...] whose true features [..., D] are known."""
+    def weights(self) -> Weights:
+        config = {
+            **layer_config(self.shape),
+            "vocab_size": self.target.vocab_size,
+            "max_positions": self.trained_length or self.target.context,
+            "fc_bias": getattr(self.net.fc, "bias", None) is not None,
+            "act": "silu",
+            "inputs": self.net.inputs,
+            "eyas": {"target_fingerprint": self.target.fingerprint()},
+        }
+        return Weights("eagle1", config, saved_tensors(self.net, self.embed_tokens), "memory")
+
+    # --- drafting
+
+    def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What the net reads as hidden of tokens [...] whose true features [..., D] are known."""
         return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1) if self.net.inputs == "unshifted" else features
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -221,46 +239,35 @@ class Method(EagleMethod):
     def open(self, rows: int) -> DraftSession:
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
-    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
-        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.options.verification == "block")
+    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
+        return grow_static(growth, cycle, self.choices, self.options.tree.noise, self.options.verification == "block")
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=StaticTree(f"chain-{depth}"), window=self.options.window)
         return Method(self.target, options, self.net, self.shape, self.embed_tokens)
 
     def describe(self) -> dict[str, Any]:
-        how = {"noise": self.options.tree.noise, **({"verification": "block"} if self.options.verification == "block" else {})}
-        tree = {
-            "kind": "static", "choices": self.options.tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1, **how
-        }  # fmt: skip
-        return {**tree, **super().describe()}
+        tree = self.options.tree
+        about = {"kind": "static", "choices": tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1}
+        about["noise"] = tree.noise
+        if self.options.verification == "block":
+            about["verification"] = "block"
+        return {**about, **super().describe()}
 
-    def weights(self) -> Weights:
-        shape = self.shape
-        config = {
-            "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": self.target.vocab_size, "rms_eps": shape.rms_eps,
-            "rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling, "max_positions": self.trained_length or self.target.context,
-            "fc_bias": getattr(self.net.fc, "bias", None) is not None, "qkv_bias": shape.qkv_bias, "act": "silu", "inputs": self.net.inputs,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
-        }  # fmt: skip
-        tensors = {name: value.detach().clone() for name, value in self.net.state_dict().items()}
-        if self.embed_tokens is not None:
-            tensors["embed.weight"] = self.embed_tokens
-        return Weights("eagle1", config, tensors, "memory")
+    # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Section 4.2: smooth L1 between features + 0.1 x cross-entropy between the laws that the target's head makes of them.
+        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the target's head makes of them (section 4.2).
 
-        Slot t sees feature t (with noise U(-0.1, 0.1)) and token t+1 (or what `head.inputs` says of them); it is compared at feature t+1,
-        which predicts token t+2: it counts when that token does.
+        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or what `head.inputs` says. Its output is
+        compared with feature t+1, which predicts token t+2: the slot counts when that token does.
         """
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         order_N = torch.arange(len(tokens_N), device=tokens_N.device)
         goal_N = (order_N + 2).clamp(max=len(tokens_N) - 1)
         rows_M = (batch.counted_N[goal_N] & (order_N + 2 < batch.documents.end_N(tokens_N.device))).nonzero()[:, 0]
         embeddings_ND = self.embed(tokens_N.roll(-1)).to(self.dtype)
-        hidden_ND = self.hidden_of(tokens_N, features_ND + self._noise(batch, generator))
+        hidden_ND = self.net_inputs(tokens_N, features_ND + self._training_noise(batch, generator))
         predicted_MD = self.net.packed(hidden_ND, embeddings_ND, rows_M, batch.documents)
         true_MD, every_M = batch.features_NF[rows_M + 1], torch.ones_like(rows_M, dtype=torch.bool)
         feature_loss = smooth_l1(predicted_MD, true_MD, every_M, 1.0)
@@ -272,8 +279,8 @@ class Method(EagleMethod):
         }
         return Loss(feature_loss + 0.1 * token_loss, torch.tensor(len(rows_M), device=tokens_N.device), sums)
 
-    def _noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
-        """[N, D]; none outside of training."""
+    def _training_noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
+        """[N, D]; zero outside of training."""
         device = batch.features_NF.device
         if self.options.noise == "none" or not self.net.training:
             return torch.zeros((), dtype=self.dtype, device=device)

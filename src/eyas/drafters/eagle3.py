@@ -1,17 +1,19 @@
-"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens are predicted directly, from features of three layers, and the net is trained
-on its own outputs.
+"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens are predicted directly, from features of three layers, by a net that is
+trained on its own outputs.
 
     low, mid, high features of token t  --fc-->  hidden of slot t
     slot t:  [ norm(embedding of token t+1) ; norm(hidden of slot t) ] -> attention, MLP -> new hidden -> norm, own head -> q of token t+2
 
-In the tree the new hidden takes the place of the fused features: no loss ties it to the target's features, so more data keeps paying
-(section 3). The head speaks a draft vocabulary, which may be smaller than the target's. The tree is EAGLE-2's.
+In the tree the new hidden takes the place of the fused features. No loss ties it to the target's features,
+so more training data keeps paying (section 3). The head has a draft vocabulary, which may be smaller than
+the target's. The tree is EAGLE-2's.
 
-Training-time test (section 3.1): step 0 reads the target's features; step i reads, at each slot, step i-1's hidden and the true next token,
-and sees the step-0 keys of earlier slots and the later steps' keys of its own slot.
+Training-time test (section 3.1): step 0 reads the target's features; step i reads at each slot the hidden
+of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
+steps' keys of its own slot.
 
-Letters: R rows, N nodes or packed tokens, M of them that count, K guesses of all steps, D hidden, F features, V vocabulary, v that of the
-draft.
+Letters: R rows, N nodes or packed tokens, M of them that count, K guesses of all steps, U answers (tokens
+that count), I steps, D hidden, F features, V vocabulary, v that of the draft.
 """
 
 from __future__ import annotations
@@ -20,41 +22,53 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, Loss, Shape
+from eyas.core.drafter import Batch, Loss
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
-from eyas.core.tree import Draft
-from eyas.drafters._eagle import EagleMethod, Window, check_sizes, head_of, own_table, shape_like, shape_of
+from eyas.drafters._eagle import DynamicEagle, Window
 from eyas.drafters._eagle3_net import Architecture, Net
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DynamicTree
+from eyas.drafters._nets import (
+    EMBEDDING,
+    check_head,
+    init_matrices,
+    layer_config,
+    layer_shape,
+    load_tensors,
+    own_embedding,
+    placed,
+    saved_tensors,
+    seeded,
+    target_layer_shape,
+)  # fmt: skip
+from eyas.drafters._options import check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_cross_entropy, weighted_smooth_l1
 from eyas.nn import LayerShape
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
-LARGEST_DRAFT_VOCABULARY = 32_000  # unless asked for otherwise; the paper's
+MAX_DRAFT_VOCABULARY = 32_000  # of new heads, unless the options say otherwise; the paper's
+DRAFT_IDS = "draft_ids"  # the draft vocabulary in a checkpoint
 
 
 @dataclass(frozen=True)
 class TrainingTimeTest:
-    """How the net practises what it will do in the tree. Training only."""
+    """How the net is trained on its own outputs."""
 
     steps: Annotated[int, TRAINING] = 7
-    """Guesses from each slot, each from the one before."""
+    """DraftLosses from each slot, each from the output of the one before."""
     decay: Annotated[float, TRAINING] = 0.8
     """Step i weighs decay ** i."""
     feature: Annotated[float, TRAINING] = 0.0
-    """Weight of a smooth L1 that ties what the head reads to what the target's reads (EAGLE-1's
-    way)."""
+    """Weight of a smooth L1 between what the head reads and what the target's head reads
+    (EAGLE-1)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise OptionError(f"ttt.steps must be a whole number, 1 or more, got {self.steps!r}")
+        check_whole("ttt", 1, steps=self.steps)
         if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
         if not isinstance(self.feature, int | float) or not 0 <= self.feature < float("inf"):
@@ -63,7 +77,7 @@ class TrainingTimeTest:
 
 @dataclass(frozen=True)
 class NewHead:
-    """What a head is like whose training begins. A trained head brings its own."""
+    """The architecture of a head whose training begins. A trained head brings its own."""
 
     layers: Annotated[str, NEW_HEADS] = "auto"
     """Whose inputs are fused, like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3."""
@@ -72,7 +86,7 @@ class NewHead:
     fc_norm: Annotated[bool, NEW_HEADS] = False
     """Norm each layer's features before fusing them (EAGLE-3.1)."""
     norm_output: Annotated[bool, NEW_HEADS] = False
-    """Hand on the normed hidden (EAGLE-3.1)."""
+    """Pass the normed hidden to the next step (EAGLE-3.1)."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.draft_vocab < 1:
@@ -81,7 +95,7 @@ class NewHead:
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of eagle3."""
+    """Options of eagle3."""
 
     tree: DynamicTree = field(default_factory=DynamicTree)
     window: Window = field(default_factory=Window)
@@ -89,7 +103,7 @@ class Options:
     head: NewHead = field(default_factory=NewHead)
 
 
-class Method(EagleMethod):
+class Method(DynamicEagle):
     """EAGLE-3 with EAGLE-2's dynamic tree."""
 
     Options: ClassVar[type] = Options
@@ -99,101 +113,86 @@ class Method(EagleMethod):
     net: Net
 
     def __init__(
-        self, target: Target, options: Any, net: Net, shape: LayerShape, layers: tuple[int, ...], draft_ids_v: Tensor | None = None,
-        embed_tokens: Tensor | None = None,
+        self, target: Target, options: Any, net: Net, shape: LayerShape, layers: tuple[int, ...],
+        draft_ids_v: Tensor | None = None, embed_tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(target, options)
-        self.net, self.shape, self.feature_layers = net, shape, layers
-        self.draft_ids_v, self.embed_tokens = draft_ids_v, embed_tokens
+        self.net = net
+        self.shape = shape
+        self.feature_layers = layers
+        self.draft_ids_v = draft_ids_v
+        self.embed_tokens = embed_tokens
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
-        """OptionError for a head that cannot be trained: asked for before the first step."""
+        """The fused layers, and what the target's own head reads. OptionError for a head that cannot be trained."""
         if self.net.head is None:
-            raise OptionError("this head speaks through the target's lm_head and cannot be trained further here; train one with its own")
-        return (*self.feature_layers, self.target.num_layers)  # the last: what the target's own head reads
+            raise OptionError("this head uses the target's lm_head and cannot be trained further here; train one with its own")
+        return (*self.feature_layers, self.target.num_layers)
 
     @classmethod
-    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
+    def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
         return (*_fused_layers(options.head.layers, target), target.num_layers)
 
     @property
     def shape_weight(self) -> Tensor:
         return self.net.fc.weight
 
-    @property
-    def longest_path(self) -> int:
-        return 1 + int(self.options.tree.depth)
-
-    @property
-    def max_tree(self) -> Shape | None:
-        tree: DynamicTree = self.options.tree
-        return tree.shape
-
-    # --- where heads come from
+    # --- weights
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """Strictly: sizes must be the target's, every tensor must be there and nothing else."""
-        weights = head_of(weights, cls.reads, "EAGLE-3")
-        config, options = weights.config, options or cls.Options()
-        check_sizes(weights, {
-            "target_hidden_size": ("target's hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size),
-            **({} if "embed.weight" in weights.tensors else {"hidden_size": ("hidden size", target.hidden_size)}),
+        """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
+        own_table = weights is not None and EMBEDDING in weights.tensors
+        weights = check_head(weights, cls.reads, "EAGLE-3", {
+            "target_hidden_size": ("target's hidden size", target.hidden_size),
+            "vocab_size": ("vocabulary", target.vocab_size),
+            **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
         })  # fmt: skip
+        config, options = weights.config, options or cls.Options()
         cls.check_window(options.window, config.get("window"))
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
-            raise CheckpointError(f"{weights.source}: the head speaks through the target's lm_head but has another hidden size")
-        if max(config["feature_layers"] or (0,)) >= target.num_layers:
-            raise CheckpointError(
-                f"{weights.source} reads hidden_states {list(config['feature_layers'])}, the target has 0..{target.num_layers - 1} "
-                'before its last norm; if the ids in config.json are inputs of layers, say so there: "eyas": {"layer_ids": "input"}'
-            )
-        layers = config["feature_layers"] or _default_layers(target)
-        if layers is None:
-            raise FitError(
-                f"{weights.source} names no layers, so it reads the inputs of 2, L/2 and L-3, which are three different ones from 7 layers "
-                f"on; this target has {target.num_layers}: where those of its training are known, write them into its config.json, like "
-                f'"eyas": {{"feature_layers": [0, {target.num_layers // 2}, {target.num_layers - 1}], "layer_ids": "input"}}'
-            )
-        layers = _fused_layers(layers, target)
+            raise CheckpointError(f"{weights.source}: the head uses the target's lm_head but has another hidden size")
+        layers = _published_layers(weights, target)
         plan = Architecture(
-            target.hidden_size, len(layers), config["draft_vocab_size"] if config["head"] == "own" else 0, config["fc_bias"],
-            config["fc_norm"], config["norm_before_fc"], config["norm_before_residual"], config["carries"] == "normed",
-        )  # fmt: skip
-        net, apart = Net(shape_of(config), plan), {"embed.weight", "draft_ids"}
-        shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-        table = {"embed.weight": (target.vocab_size, config["hidden_size"])}
-        ids = {"draft_ids": (config["draft_vocab_size"],)} if config["draft_vocab_size"] != target.vocab_size else {}
-        checkpoints.expect(weights, {**shapes, **table, **ids}, {"embed.weight"})
-        net.load_state_dict({name: value for name, value in weights.tensors.items() if name not in apart})
-        net = net.to(device=target.device, dtype=target.dtype).eval()
-        draft_ids_v = weights.tensors["draft_ids"].to(target.device) if ids else None
-        own = own_table(weights.tensors.get("embed.weight"), target)
-        method = cls(target, options, net, shape_of(config), layers, draft_ids_v, own)
-        method.trained_length, method.trained_window = config.get("max_positions"), config.get("window")
+            feature_size=target.hidden_size,
+            num_features=len(layers),
+            draft_vocab_size=config["draft_vocab_size"] if config["head"] == "own" else 0,
+            fc_bias=config["fc_bias"],
+            fc_norm=config["fc_norm"],
+            norm_before_fc=config["norm_before_fc"],
+            norm_before_residual=config["norm_before_residual"],
+            carries_normed=config["carries"] == "normed",
+        )
+        shape, size = layer_shape(config), config["draft_vocab_size"]
+        others: dict[str, tuple[int, ...]] = {EMBEDDING: (target.vocab_size, config["hidden_size"])}
+        if size != target.vocab_size:
+            others[DRAFT_IDS] = (size,)
+        net = load_tensors(Net(shape, plan), weights, target, others, frozenset({EMBEDDING}))
+        draft_ids_v = weights.tensors[DRAFT_IDS].to(target.device) if DRAFT_IDS in others else None
+        method = cls(target, options, net, shape, layers, draft_ids_v, own_embedding(weights, target))
+        method.trained_length = config.get("max_positions")
+        method.trained_window = config.get("window")
         return method
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any) -> Self:
-        """A head of the target's own layer shape (its width, heads and intermediate size) unless given otherwise."""
-        options, layer = options or cls.Options(), shape_like(target, **shape)
+        """A head with a layer of the target's own sizes; `shape` replaces some of them."""
+        options, layer = options or cls.Options(), target_layer_shape(target, **shape)
         cls.check_window(options.window)
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
-        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=options.head.fc_norm, carries_normed=options.head.norm_output)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        new = options.head
+        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output)
+        with seeded(seed):
             net = Net(layer, plan)
-            for weight in net.parameters():
-                if weight.ndim == 2:
-                    nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-        net = net.to(device=target.device, dtype=target.dtype).eval()
-        return cls(target, options, net, layer, layers, None if draft_ids_v is None else draft_ids_v.to(target.device))
+            init_matrices(net)
+        draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
+        return cls(target, options, placed(net, target), layer, layers, draft_ids_v)
 
     @classmethod
     def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """What the net begins by saying is what the target's own head makes of its highest fused feature: fc hands that on, the layer adds
+        """A head that begins with what the target's own head predicts from its highest fused feature: fc passes that on, the layer adds
         nothing yet, norm and head are the target's. The draft vocabulary are the tokens that count most often.
         """
         options = options or cls.Options()
@@ -212,25 +211,30 @@ class Method(EagleMethod):
         return method
 
     def weights(self) -> Weights:
-        shape, plan = self.shape, self.net.plan
-        size = plan.draft_vocab_size or self.target.vocab_size
+        plan = self.net.plan
+        default = self.feature_layers == _default_layers(self.target)
         config = {
-            "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": self.target.vocab_size, "rms_eps": shape.rms_eps,
-            "rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling,
-            "max_positions": self.trained_length or self.target.context, "fc_bias": plan.fc_bias, "qkv_bias": shape.qkv_bias, "act": "silu",
-            "draft_vocab_size": size, "target_hidden_size": plan.feature_size, "num_features": plan.num_features,
-            "feature_layers": None if self.feature_layers == _default_layers(self.target) else self.feature_layers, "layer_ids_as_published": None,
-            "norm_before_fc": plan.norm_before_fc, "fc_norm": plan.fc_norm,
-            "norm_before_residual": plan.norm_before_residual, "carries": "normed" if plan.carries_normed else "raw",
-            "head": "own" if plan.draft_vocab_size else "target", "window": self.trained_window,
+            **layer_config(self.shape),
+            "vocab_size": self.target.vocab_size,
+            "max_positions": self.trained_length or self.target.context,
+            "fc_bias": plan.fc_bias,
+            "act": "silu",
+            "draft_vocab_size": plan.draft_vocab_size or self.target.vocab_size,
+            "target_hidden_size": plan.feature_size,
+            "num_features": plan.num_features,
+            "feature_layers": None if default else self.feature_layers,
+            "layer_ids_as_published": None,
+            "norm_before_fc": plan.norm_before_fc,
+            "fc_norm": plan.fc_norm,
+            "norm_before_residual": plan.norm_before_residual,
+            "carries": "normed" if plan.carries_normed else "raw",
+            "head": "own" if plan.draft_vocab_size else "target",
+            "window": self.trained_window,
             "eyas": {"target_fingerprint": self.target.fingerprint()},
-        }  # fmt: skip
-        tensors = {name: value.detach().clone() for name, value in self.net.state_dict().items()}
+        }
+        tensors = saved_tensors(self.net, self.embed_tokens)
         if self.draft_ids_v is not None:
-            tensors["draft_ids"] = self.draft_ids_v
-        if self.embed_tokens is not None:
-            tensors["embed.weight"] = self.embed_tokens
+            tensors[DRAFT_IDS] = self.draft_ids_v
         return Weights("eagle3", config, tensors, "memory")
 
     # --- drafting
@@ -240,25 +244,21 @@ class Method(EagleMethod):
         normed = net.normed(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
-    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
-        return grow_dynamic(growth, roots, self.options.tree)
-
     def chain(self, depth: int) -> Method:
         options = Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1), window=self.options.window)
         chain = type(self)(self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens)
-        chain.trained_length, chain.trained_window = self.trained_length, self.trained_window
+        chain.trained_length = self.trained_length
+        chain.trained_window = self.trained_window
         return chain
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.options.tree.describe(), **super().describe()}
 
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy with the target's law over the draft vocabulary, over the steps of the training-time test (section 3.1).
+        """Cross-entropy with the target's distribution over the draft vocabulary, summed over the steps of the training-time test
+        (section 3.1).
 
-        Step i at slot t foresees token t+2+i and counts when that token does and the target's own best token is a draft token. Tokens that
-        count are counted once, by step 0.
+        Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own best token is in
+        the draft vocabulary. The count of the loss is that of step 0: each token once.
         """
         test, tokens_N = self.options.ttt, batch.tokens_N
         device, end_N = tokens_N.device, batch.documents.end_N(tokens_N.device)
@@ -266,30 +266,33 @@ class Method(EagleMethod):
         goal_NI = place_N[:, None] + 2 + torch.arange(test.steps, device=device)
         counts_NI = batch.counted_N[goal_NI.clamp(max=len(tokens_N) - 1)] & (goal_NI < end_N[:, None])
         rows_M = counts_NI.any(1).nonzero()[:, 0]
-        answer_N = batch.counted_N.cumsum(0) - 1  # which answer a counted token is
+        answer_N = batch.counted_N.cumsum(0) - 1  # number of a counted token among the answers
         counts_IM, answer_IM = counts_NI[rows_M].T, answer_N[goal_NI[rows_M].clamp(max=len(tokens_N) - 1)].T
         step_K, row_K = counts_IM.nonzero(as_tuple=True)
-        before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature foresees the answer
-        guesses, normed_KD = self.rehearsal(batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test)
+        before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature predicts the answer
+        guesses, normed_KD = self.training_time_test(
+            batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test
+        )  # fmt: skip
         total, first_K = guesses.total, step_K == 0
         sums = {"accuracy": guesses.is_correct_K[first_K].sum()}
         if test.steps > 1:
             sums[f"accuracy at step {test.steps}"] = guesses.is_correct_K[step_K == test.steps - 1].sum()
-        if test.feature and self.shape.hidden_size != self.target.hidden_size:
-            raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
         if test.feature:
+            if self.shape.hidden_size != self.target.hidden_size:
+                raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
             true_KD = batch.features_NF[before_U[answer_IM[counts_IM]], -self.target.hidden_size :]
             feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.is_counted_K)
-            total, sums["feature_loss"] = total + test.feature * feature_loss, feature_loss.detach()
+            total = total + test.feature * feature_loss
+            sums["feature_loss"] = feature_loss.detach()
         return Loss(total, guesses.is_counted_K[first_K].sum(), sums)
 
-    def rehearsal(
+    def training_time_test(
         self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
     ) -> tuple[DraftLosses, Tensor]:
-        """The guesses (step, row among `rows_M`, answer) of the training-time test, weighed by step; and what the head read, [K, D].
+        """The guesses (step, row among `rows_M`, answer), weighed by step; and what the head reads for them, [K, D].
 
         Args:
-            before_U: for each answer, the packed token whose final-norm feature gives the target's law of it.
+            before_U: for each answer, the packed token whose final-norm feature gives the target's distribution of it.
         """
         layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
         features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
@@ -300,11 +303,10 @@ class Method(EagleMethod):
         def teacher(answers: slice) -> Tensor:
             return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
 
-        assert self.net.head is not None, "studies has said so"
-        hidden_IMD = torch.stack(
-            self.net.training_time_test(features_NF, embed, rows_M, batch.documents, test.steps, bool(self.gradient_checkpointing))
-        )
-        normed_KD = self.net.normed(hidden_IMD[step_K, row_K])
+        assert self.net.head is not None, "train_feature_layers refuses such a head"
+        checkpointing = bool(self.gradient_checkpointing)
+        hidden = self.net.training_time_test(features_NF, embed, rows_M, batch.documents, test.steps, checkpointing)
+        normed_KD = self.net.normed(torch.stack(hidden)[step_K, row_K])
         guesses = draft_cross_entropy(
             normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v
         )  # fmt: skip
@@ -312,23 +314,26 @@ class Method(EagleMethod):
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """int64 [v], ascending: the most frequent tokens; None when that is all of them. OptionError when fewer were ever seen."""
+    """int64 [v], ascending: the most frequent tokens; None when that is the whole vocabulary. OptionError for more tokens than occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
         raise OptionError(f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it")
-    size = min(size or LARGEST_DRAFT_VOCABULARY, max(distinct, 1))
+    size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
     if size >= len(counts_V):
         return None
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def _final_scale(target: Target) -> Tensor:
-    """What the target's final norm multiplies each of the D channels by; ones where it cannot be told."""
+    """The weight [D] of the target's final norm; ones where it cannot be read off."""
     norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
     ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
-    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # of mean 0 and mean square 1 already
+    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # mean 0, mean square 1: a norm leaves them alone
     scale: Tensor = norms[-1](signs[None])[0] * signs if norms and target.hidden_size % 2 == 0 else ones
     return scale if bool(scale.isfinite().all()) else ones
+
+
+# --- the fused layers
 
 
 def _default_layers(target: Target) -> tuple[int, ...] | None:
@@ -336,10 +341,28 @@ def _default_layers(target: Target) -> tuple[int, ...] | None:
     return (2, L // 2, L - 3) if L >= 7 else None
 
 
-def _fused_layers(given: str | tuple[int, ...], target: Target) -> tuple[int, ...]:
-    """Which hidden_states are fused: the paper's three, or those named. Errors say what the target has."""
+def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
+    """The layers that a checkpoint names, or the paper's. CheckpointError, FitError when the target does not have them."""
+    layers, L = weights.config["feature_layers"], target.num_layers
+    if max(layers or (0,)) >= L:
+        raise CheckpointError(
+            f"{weights.source} reads hidden_states {list(layers)}, the target has 0..{L - 1} before its last norm; "
+            'if the ids in config.json are inputs of layers, say so there: "eyas": {"layer_ids": "input"}'
+        )
+    layers = layers or _default_layers(target)
+    if layers is None:
+        raise FitError(
+            f"{weights.source} names no layers, so it reads the inputs of 2, L/2 and L-3, which are three different ones "
+            f"from 7 layers on; this target has {L}: where those of its training are known, write them into its "
+            f'config.json, like "eyas": {{"feature_layers": [0, {L // 2}, {L - 1}], "layer_ids": "input"}}'
+        )
+    return _fused_layers(layers, target)
+
+
+def _fused_layers(layers: str | tuple[int, ...], target: Target) -> tuple[int, ...]:
+    """Which hidden_states are fused: the paper's three, or those named. Errors say which layers the target has."""
     L = target.num_layers
-    if given == "auto":
+    if layers == "auto":
         if (default := _default_layers(target)) is None:
             raise FitError(
                 f"EAGLE-3 fuses the inputs of layers 2, L/2 and L-3, which are three different ones from 7 layers on; this target has {L}: "
@@ -347,9 +370,9 @@ def _fused_layers(given: str | tuple[int, ...], target: Target) -> tuple[int, ..
             )
         return default
     try:
-        layers = tuple(int(part) for part in (given.split(",") if isinstance(given, str) else given))
+        numbers = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
     except ValueError as error:
-        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {given!r}") from error
-    if not layers or sorted(set(layers)) != list(layers) or not all(0 <= k < L for k in layers):
-        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {given!r}")
-    return layers
+        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {layers!r}") from error
+    if not numbers or sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
+        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
+    return numbers

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from eyas.core.drafter import Drafter, DraftSession
-from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
-from eyas.errors import OptionError, near
+from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._options import check_choice, check_whole
+from eyas.errors import OptionError
 
 __all__ = ["Lookup", "Method", "NgramIndex"]
 
@@ -42,8 +43,7 @@ class Lookup:
         check_whole("lookup", 1, longest=self.longest, shortest=self.shortest, depth=self.depth, matches=self.matches)
         if self.shortest > self.longest:
             raise OptionError(f"lookup.shortest is {self.shortest}, more than lookup.longest, {self.longest}")
-        if self.pick not in PICKS:
-            raise OptionError(f"unknown lookup.pick {self.pick!r}; {near(self.pick, PICKS)}")
+        check_choice("lookup.pick", self.pick, PICKS)
 
 
 @dataclass(frozen=True)

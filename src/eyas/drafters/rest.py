@@ -22,7 +22,8 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.datastore import DEPTH, Datastore
-from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
+from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._options import check_whole
 from eyas.errors import OptionError
 
 __all__ = ["Method", "Retrieval", "trie"]

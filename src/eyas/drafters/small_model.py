@@ -1,17 +1,19 @@
 """small_model: speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a smaller model drafts.
 
-Any causal language model with the target's vocabulary will do, as it was published. It reads what the target reads, into a cache of its
-own, and drafts a chain from its own law q, drawn as the row draws (section 2.3 of the first paper: q takes the same temperature and cuts
-as p); or a tree: a static one whose siblings are drawn without replacement, or EAGLE-2's dynamic one.
+Any causal language model with the target's vocabulary will do, as it was published. It reads the same text
+into a cache of its own and drafts a chain from its own distribution q, sampled as the row samples (section
+2.3 of the first paper: q gets the same temperature and cuts as p); or a tree: a static one whose siblings
+are sampled without replacement, or EAGLE-2's dynamic one.
 
     committed, read      ... a b c          the target has emitted d (the root) after accepting c
-    catch up               [b c d]          one pass over what the model has not read, padded to the longest path
+    catch up               [b c d]          one pass over the unread tokens, padded to the longest path
     draft                       [e] [f]     level by level, in slots behind; forgotten when the cycle ends
 
-It can be trained too: a small LLaMA of the target's vocabulary learns the target's law (distillation, as in DistillSpec, Zhou et al. 2023,
-with the target's laws on given text). Past the model's own context its positions stand still: it drafts worse, the text stays the same.
+It can be trained: a small LLaMA of the target's vocabulary learns the target's distribution (distillation
+as in DistillSpec, Zhou et al. 2023, with the target's distributions on given text). Beyond the model's own
+context its positions stand still: it drafts worse, and the text stays the same.
 
-This module knows no tree policy. Letters: B rows, P nodes on the longest path, Q nodes of a level of T, N packed tokens, M of them that
+Letters: B rows, P nodes on the longest path, Q nodes of a level of T, N packed tokens, M of them that
 count, R documents, V vocabulary.
 """
 
@@ -36,71 +38,77 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
+from eyas.drafters._nets import placed, seeded
+from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
-from eyas.errors import CheckpointError, OptionError, near
+from eyas.errors import CheckpointError, OptionError
 from eyas.losses import soft_cross_entropy
 
 __all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "check_vocabulary"]
 
-DEPTH = 5  # where none is given
+DEPTH = 5  # by default
+NO_DRAFT_MODEL = "this method needs a smaller language model: name its folder or hub id with --draft"
 
 
 @dataclass(frozen=True)
 class Chain(StaticTree):
-    """A static tree, which is a chain unless given otherwise."""
+    """A static tree, by default a chain."""
 
-    choices: str | Choices = (
-        "chain"  # "chain" (of --depth tokens), "reference" (25 nodes), "chain-N", or a JSON file: a list of lists of ranks
-    )
+    choices: str | Choices = "chain"
+    """"chain" (of --depth tokens), "reference" (25 nodes), "chain-N", or a JSON file: a list of
+    lists of ranks."""
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree, where nodes are given."""
+    """EAGLE-2's tree, when `nodes` is given."""
 
     nodes: int | None = None
     """A dynamic tree of --depth, with so many nodes verified per cycle, the root included; none:
     the static tree."""
     branch: int = 4
     """Of the dynamic tree: nodes expanded per level, and children of each."""
-    noise: str = "shared"
-    """Of the dynamic tree, sampling: rank children by what this run will draw (shared), or by q
+    noise: str = "coupled"
+    """Of the dynamic tree, sampling: rank children with the target's own noise (coupled), or by q
     alone (none)."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise", current_noise(self.noise))
+
     @property
-    def wanted(self) -> bool:
+    def is_used(self) -> bool:
         return self != Dynamic()
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Flags of every method that drafts with a language model."""
+    """Options of every method that drafts with a language model."""
 
     depth: int | None = None
     """Draft tokens of the chain, or most on a path of the dynamic tree; none: 5."""
     confidence: float = 0.0
     """Nothing is drafted behind a token that the draft gives less probability."""
     verification: str = "token"
-    """Sampling, of a drawn chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
+    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts
+    more)."""
     tree: Chain = field(default_factory=Chain)
     dynamic: Dynamic = field(default_factory=Dynamic)
 
     def __post_init__(self) -> None:
-        if self.depth is not None and (not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1):
-            raise OptionError(f"depth must be a whole number, 1 or more, got {self.depth!r}")
+        if self.depth is not None:
+            check_whole("", 1, depth=self.depth)
         if isinstance(self.confidence, bool) or not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
             raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
-        if self.verification not in VERIFICATIONS:
-            raise OptionError(f"unknown verification {self.verification!r}; {near(self.verification, VERIFICATIONS)}")
-        if self.dynamic.wanted and (self.dynamic.nodes is None or self.tree != Chain()):
+        check_choice("verification", self.verification, VERIFICATIONS)
+        if self.dynamic.is_used and (self.dynamic.nodes is None or self.tree != Chain()):
             raise OptionError("a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out")
         if self.depth is not None and self.tree.choices != "chain":
             raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
     def dynamic_tree(self) -> DynamicTree | None:
         """OptionError when its numbers are bad."""
-        shape = self.dynamic
-        return None if shape.nodes is None else DynamicTree(shape.nodes, self.depth or DEPTH, shape.branch, shape.noise)
+        dynamic = self.dynamic
+        return None if dynamic.nodes is None else DynamicTree(dynamic.nodes, self.depth or DEPTH, dynamic.branch, dynamic.noise)
 
     def choices(self) -> Choices:
         """The static tree; OptionError when it is bad."""
@@ -109,7 +117,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class NetShape:
-    """A new model, when one is trained."""
+    """The architecture of a model whose training begins."""
 
     layers: int = 4
     """Of a new model: decoder layers."""
@@ -123,7 +131,7 @@ class NetShape:
 
 @dataclass(frozen=True)
 class Options(DraftOptions):
-    """Flags of small_model."""
+    """Options of small_model."""
 
     net: NetShape = field(default_factory=NetShape)
 
@@ -139,24 +147,27 @@ class Method(Drafter):
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
         super().__init__(target, options)
-        self.draft_model, self.net = target.run.wrap_draft_model(draft, target.draft_weights), draft.model
-        self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; what one has beyond is padding
+        self.draft_model = target.run.wrap_draft_model(draft, target.draft_weights)
+        self.net = draft.model
+        self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; the larger vocabulary is padded
         self.dynamic: DynamicTree | None = self.options.dynamic_tree()
         self.choices: Choices = () if self.dynamic else self.options.choices()
-        branches = max((path[-1] for path in self.choices), default=0)
-        if branches >= self.vocab_size:
-            raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
         self.block = self.options.verification == "block"
-        if self.block and (self.dynamic or branches or self.options.tree.noise != "drawn" or self.options.confidence):
-            raise OptionError("verification block is for a whole drawn chain: leave tree.choices, tree.noise, dynamic and confidence out")
+        widest = 1 + max((path[-1] for path in self.choices), default=0)
+        if widest > self.vocab_size:
+            raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
+        sampled_chain = self.dynamic is None and widest == 1 and self.options.tree.noise == "sampled"
+        if self.block and (not sampled_chain or self.options.confidence):
+            raise OptionError("verification block is for a whole sampled chain: leave tree.choices, tree.noise, dynamic and confidence out")
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
-        return self.layers_studied(self.target, self.options)
+        return self.new_head_layers(self.target, self.options)
 
     @classmethod
-    def layers_studied(cls, target: Target, options: Any) -> tuple[int, ...]:
-        return (target.num_layers,)  # the target's law is the lesson
+    def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
+        """`train_feature_layers` of a new model, without making it: the target's final features, which give its distribution."""
+        return (target.num_layers,)
 
     @property
     def depth(self) -> int:
@@ -169,30 +180,32 @@ class Method(Drafter):
 
     @property
     def samples_children(self) -> bool:
-        return self.dynamic is None and bool(self.options.tree.noise == "drawn")
+        return self.dynamic is None and bool(self.options.tree.noise == "sampled")
+
+    # --- weights
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         """The model in that folder or hub repository, as it was published, on the target's device and in its dtype.
 
-        Several, parted by commas, draft side by side, and their trees are merged (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
+        Several, separated by commas, draft side by side, and their trees are merged (SpecInfer, Miao et al. 2023,
+        arXiv 2305.09781).
         """
         if source is None:
-            raise CheckpointError("this method needs a smaller language model: name its folder or hub id with --draft")
+            raise CheckpointError(NO_DRAFT_MODEL)
         options = options or cls.Options()
         names = [str(source)] if Path(source).expanduser().exists() else str(source).split(",")
-        if len(names) > 1 and not options.dynamic.wanted:  # merged trees are verified as chosen
+        if len(names) > 1 and not options.dynamic.is_used:  # merged trees are verified as chosen ones
             if options.verification != "token":
                 raise OptionError("verification block is for one draft model: leave it out")
-            options = replace(options, tree=replace(options.tree, noise="shared"))
+            options = replace(options, tree=replace(options.tree, noise="coupled"))
         return reduce(Merged, [cls._open(name.strip(), target, options) for name in names])
 
     @classmethod
     def _open(cls, name: str, target: Target, options: Any) -> Drafter:
-        here = Path(name).expanduser()
-        draft = Target.load(
-            here if here.exists() else name, str(target.dtype).removeprefix("torch."), str(target.device), role="draft model"
-        )
+        folder = Path(name).expanduser()
+        dtype = str(target.dtype).removeprefix("torch.")
+        draft = Target.load(folder if folder.exists() else name, dtype, str(target.device), role="draft model")
         check_vocabulary(draft, target)
         drafter = cls(target, options, draft)
         drafter.target_fingerprint = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
@@ -200,18 +213,18 @@ class Method(Drafter):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """The model of a checkpoint that was read already, strictly."""
+        """The model of a checkpoint that was read already; CheckpointError unless all tensors and no others are there."""
         if weights is None:
-            raise CheckpointError("this method needs a smaller language model: name its folder or hub id with --draft")
+            raise CheckpointError(NO_DRAFT_MODEL)
         if weights.method != cls.reads:
             raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not a whole language model")
         config = AutoConfig.for_model(**{name: value for name, value in weights.config.items() if name != "eyas"})
         build: Any = AutoModelForCausalLM  # whose methods have no types
         model = build.from_config(config, dtype=target.dtype)
-        own = model.state_dict()
-        held = {own[name].data_ptr() for name in weights.tensors if name in own}
-        tied = {name for name, value in own.items() if value.data_ptr() in held}
-        checkpoints.expect(weights, {name: tuple(value.shape) for name, value in own.items()}, tied)
+        state = model.state_dict()
+        saved = {state[name].data_ptr() for name in weights.tensors if name in state}
+        tied = {name for name, value in state.items() if value.data_ptr() in saved}
+        checkpoints.expect(weights, {name: tuple(value.shape) for name, value in state.items()}, tied)
         model.load_state_dict(weights.tensors, strict=False)
         draft = Target(model.to(target.device).eval(), weights.source)
         check_vocabulary(draft, target)
@@ -223,45 +236,50 @@ class Method(Drafter):
         options = options or cls.Options()
         return cls(target, options, Target(_small_llama(target, options.net, seed)))
 
+    def weights(self) -> Weights:
+        """The model in Hugging Face's own layout; tied weights once."""
+        model = self.draft_model.model
+        written, tensors = set[int](), {}
+        for name, value in model.state_dict().items():
+            if value.data_ptr() not in written:
+                written.add(value.data_ptr())
+                tensors[name] = value.detach().clone()
+        made_for = {"eyas": {"target_fingerprint": self.target.fingerprint()}}
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__], **made_for}
+        return Weights("small_model", config, tensors, "memory")
+
+    # --- drafting
+
     def open(self, rows: int) -> DraftSession:
         return LanguageModelSession(self, rows)
 
-    def grow(self, growth: Growth, roots: CycleInput) -> Draft:
+    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
         if self.dynamic:
-            return grow_dynamic(growth, roots, self.dynamic)
-        return grow_static(growth, roots, self.choices, self.options.tree.noise, self.block)
+            return grow_dynamic(growth, cycle, self.dynamic)
+        return grow_static(growth, cycle, self.choices, self.options.tree.noise, self.block)
 
     def chain(self, depth: int) -> Self:
-        return type(self)(
-            self.target, replace(self.options, depth=depth, tree=Chain(noise=self.options.tree.noise), dynamic=Dynamic()), self.draft_model
-        )
+        options = replace(self.options, depth=depth, tree=Chain(noise=self.options.tree.noise), dynamic=Dynamic())
+        return type(self)(self.target, options, self.draft_model)
 
     def describe(self) -> dict[str, Any]:
-        stop = {"confidence": self.options.confidence} if self.options.confidence else {}
+        tree = self.options.tree
+        confidence = {"confidence": self.options.confidence} if self.options.confidence else {}
         if self.dynamic:
-            return {**self.dynamic.describe(), **stop}
-        choices = f"chain-{self.depth}" if self.options.tree.choices == "chain" else self.options.tree.choices
-        how = {"noise": self.options.tree.noise, **({"verification": "block"} if self.block else {}), **stop}
-        return {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, **how}
+            return {**self.dynamic.describe(), **confidence}
+        choices = f"chain-{self.depth}" if tree.choices == "chain" else tree.choices
+        about = {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, "noise": tree.noise}
+        return {**about, **({"verification": "block"} if self.block else {}), **confidence}
 
-    def weights(self) -> Weights:
-        """The model in Hugging Face's own layout; tied weights once."""
-        config, model, seen, tensors = self.draft_model.model.config, self.draft_model.model, set[int](), {}
-        for name, value in model.state_dict().items():
-            if value.data_ptr() not in seen:
-                seen.add(value.data_ptr())
-                tensors[name] = value.detach().clone()
-        made = {"eyas": {"target_fingerprint": self.target.fingerprint()}}
-        return Weights("small_model", {**config.to_dict(), "architectures": [type(model).__name__], **made}, tensors, "memory")
+    # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy from the target's law to the model's at every token whose successor counts."""
+        """Cross-entropy from the target's distribution to the model's, at every token whose successor counts."""
         tokens_N, documents, device = batch.tokens_N, batch.documents, batch.tokens_N.device
         order_N = torch.arange(len(tokens_N), device=device)
         next_N = (order_N + 1).clamp(max=len(tokens_N) - 1)
         rows_M = (batch.counted_N[next_N] & (order_N + 1 < documents.end_N(device))).nonzero()[:, 0]
-        each = torch.split(tokens_N, list(documents.lengths))
-        tokens_RT = pad_sequence(list(each), batch_first=True)  # no earlier token sees the padding
+        tokens_RT = pad_sequence(list(torch.split(tokens_N, list(documents.lengths))), batch_first=True)  # causal: padding is never seen
         inside_RT = torch.arange(tokens_RT.shape[1], device=device) < torch.tensor(documents.lengths, device=device)[:, None]
         hidden_RTD = self.draft_model.family.base(input_ids=tokens_RT, use_cache=False)[0]
         logits_MV = families.head(self.draft_model.family, hidden_RTD[inside_RT][rows_M])[:, : self.vocab_size]
@@ -276,16 +294,18 @@ class Method(Drafter):
 class LanguageModelSession(DraftSession):
     """Rows of the draft model's own keys and values.
 
-    `pending` are the tokens emitted in the last cycle, which the model has not read; the last of them is the coming root. `draft` reads
-    them first, the root too, then grows the tree.
+    `pending` are the tokens of the last cycle, which the model has not read; the last of them is the coming
+    root. `draft` reads them, the root included, then grows the tree.
     """
 
     def __init__(self, drafter: Method, rows: int) -> None:
-        self.drafter, self.rows = drafter, rows
+        device = drafter.target.device
+        self.drafter = drafter
+        self.rows = rows
         self.model = drafter.draft_model.open(rows)
-        self.known: int = drafter.draft_model.embed_rows
-        self.pending_BP = torch.zeros(rows, drafter.depth + 1, dtype=torch.long, device=drafter.target.device)
-        self.pending_B = torch.zeros(rows, dtype=torch.long, device=drafter.target.device)
+        self.embed_rows: int = drafter.draft_model.embed_rows
+        self.pending_BP = torch.zeros(rows, drafter.depth + 1, dtype=torch.long, device=device)
+        self.pending_B = torch.zeros(rows, dtype=torch.long, device=device)
 
     def keep(self, row: int, length: int) -> int:
         return min(length, int(self.model.length_B[row]))
@@ -296,84 +316,88 @@ class LanguageModelSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        late_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # committed, not read; the root begins the chunk
-        self.model.prefill(row, self._readable(torch.cat([late_T, tokens_T])).tolist())
+        unread_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # without the root, which begins the chunk
+        self.model.prefill(row, self._known_ids(torch.cat([unread_T, tokens_T])).tolist())
         self.pending_B[row] = 1  # the root
 
     def end(self, row: int) -> None:
         self.begin(row, 0, 0)
 
-    def draft(self, roots: CycleInput) -> Draft:
-        return self.drafter.grow(self.growth(roots), roots)
+    def draft(self, cycle: CycleInput) -> Draft:
+        return self.drafter.grow(self.growth(cycle), cycle)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the new one is put behind them
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the next `draft` puts the new one behind them
         self.pending_B = verdict.length_B.clone()
 
-    def growth(self, roots: CycleInput) -> Growth:
-        """Read what is pending; then the levels of the tree can be expanded. What is handed from level to level are logits."""
-        root_BV = self._catch_up(roots)
+    def growth(self, cycle: CycleInput) -> Growth:
+        """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden of a node are its logits."""
+        root_BV = self._catch_up(cycle)
         depths: list[int] = []
 
         def expand(tokens_BQ: Tensor, parent_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             depths.extend([level] * tokens_BQ.shape[1])
-            going_BQ = self._confident(tokens_BQ, parent_BQV)
-            if going_BQ is not None and not going_BQ.any():
+            confident_BQ = self._confident(tokens_BQ, parent_BQV)
+            if confident_BQ is not None and not confident_BQ.any():
                 return torch.full_like(parent_BQV, -torch.inf)
             depth_BT = torch.tensor(depths, device=tokens_BQ.device).expand(self.rows, -1)
-            logits_BQV = self._spoken(self.model.extend(self._readable(tokens_BQ), depth_BT, visible_BQT).logits_BNV)
-            return logits_BQV if going_BQ is None else logits_BQV.masked_fill(~going_BQ[..., None], -torch.inf)
+            logits_BQV = self._target_logits(self.model.extend(self._known_ids(tokens_BQ), depth_BT, visible_BQT).logits_BNV)
+            return logits_BQV if confident_BQ is None else logits_BQV.masked_fill(~confident_BQ[..., None], -torch.inf)
 
         return Growth(lambda: root_BV, lambda logits: logits, expand)
 
-    def _catch_up(self, roots: CycleInput) -> Tensor:
+    def _catch_up(self, cycle: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""
         P = self.pending_BP.shape[1]
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        tokens_BP = self._readable(self.pending_BP.scatter(1, last_B1, roots.tokens_B[:, None]))
+        tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle.tokens_B[:, None]))
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
-        self.model.advance(self.pending_B * roots.active_B, [min(n + P, roots.max_position + 1) for n in self.model.lengths])
+        self.model.advance(self.pending_B * cycle.active_B, [min(n + P, cycle.max_position + 1) for n in self.model.lengths])
         self.pending_B = torch.zeros_like(self.pending_B)
-        return self._spoken(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
+        return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 
     def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:
-        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. Behind one that has ended nothing goes on (NaN)."""
+        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. False behind a node that has stopped (q is NaN)."""
         if not self.drafter.options.confidence:
             return None
         q_BQ1 = parent_BQV.float().softmax(-1).gather(-1, tokens_BQ[..., None])
         return q_BQ1[..., 0] >= float(self.drafter.options.confidence)
 
-    def _readable(self, tokens: Tensor) -> Tensor:
-        """Tokens that the target has beyond the model's table are read as its last one."""
-        return tokens.clamp(max=self.known - 1)
+    def _known_ids(self, tokens: Tensor) -> Tensor:
+        """Target tokens beyond the model's embedding table are read as its last one."""
+        return tokens.clamp(max=self.embed_rows - 1)
 
-    def _spoken(self, logits: Tensor) -> Tensor:
-        """Over the target's vocabulary; what only one of the two has is never drafted."""
+    def _target_logits(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary; a token that only one of the two models has is never drafted."""
         both, whole = self.drafter.vocab_size, self.drafter.target.vocab_size
         return logits if logits.shape[-1] == both == whole else F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
 
 
 def check_vocabulary(draft: Target, target: Target) -> None:
-    """CheckpointError unless both speak of the same tokens; matrices may be padded to different sizes."""
-    mine, theirs = _words(target, local=True), _words(draft, local=False)
+    """CheckpointError unless both models have the same tokens; their matrices may be padded to different sizes."""
+    target_tokens, draft_tokens = _vocabulary(target, local=True), _vocabulary(draft, local=False)
     name = draft.name or "the draft model"
-    if mine is None or theirs is None:
+    if target_tokens is None or draft_tokens is None:
         if draft.vocab_size != target.vocab_size:
             raise CheckpointError(
                 f"{name} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}, and without both tokenizers "
                 "nobody knows whether they agree: name a draft model with the target's vocabulary, or put the tokenizers beside the weights"
             )
         return
-    other = [i for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]]
-    if other or not mine.keys() & theirs.keys():
-        where = f": token {other[0]} is {theirs[other[0]]!r} there and {mine[other[0]]!r} in the target" if other else ""
+    both = target_tokens.keys() & draft_tokens.keys()
+    other = [i for i in sorted(both) if target_tokens[i] != draft_tokens[i]]
+    if other or not both:
+        where = f": token {other[0]} is {draft_tokens[other[0]]!r} there and {target_tokens[other[0]]!r} in the target" if other else ""
         raise CheckpointError(f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer")
 
 
-def _words(model: Target, local: bool) -> dict[int, str] | None:
-    """The tokens of a model's tokenizer by their ids; None where none is known. `local`: nothing is fetched for it."""
+def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
+    """The tokens of a model's tokenizer by id; None without a tokenizer.
+
+    local: do not fetch one from the hub.
+    """
     try:
         if model.name == "embedded":
             tokenizer = tiny.tokenizer()
@@ -387,17 +411,26 @@ def _words(model: Target, local: bool) -> dict[int, str] | None:
 
 
 def _small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
-    config, rope = target.model.config.get_text_config(decoder=True), {"rope_type": "default", "rope_theta": 10_000.0}
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    config = target.model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+    if theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta"):
+        rope["rope_theta"] = float(theta)
     heads = shape.width // 32
-    sizes: dict[str, Any] = dict(
-        vocab_size=target.vocab_size, hidden_size=shape.width, intermediate_size=3 * shape.width, num_hidden_layers=shape.layers,
-        num_attention_heads=heads, num_key_value_heads=heads, head_dim=32, max_position_embeddings=target.context,
-        rope_parameters={**rope, **({"rope_theta": float(theta)} if theta else {})}, tie_word_embeddings=True,
-        initializer_range=0.6 * shape.width**-0.5, **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")},
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": 3 * shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 32,
+        "max_position_embeddings": target.context,
+        "rope_parameters": rope,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.6 * shape.width**-0.5,
+        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")},
+    }
+    with seeded(seed):
         model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
-    placed: PreTrainedModel = model.to(device=target.device, dtype=target.dtype).eval()
-    return placed
+    net: PreTrainedModel = placed(model, target)
+    return net

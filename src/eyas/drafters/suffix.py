@@ -24,7 +24,8 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from eyas.core.drafter import Drafter, DraftSession
-from eyas.drafters._ngram import Guess, Index, TextSession, check_whole
+from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._options import check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixTree"]
 

@@ -69,7 +69,7 @@ def layers_for_training(target: Target, methods: Iterable[tuple[type[Drafter], A
         if not method.trainable:
             raise OptionError(f"the method {method.__module__.rpartition('.')[2]} has nothing to train")
         options = method.Options() if options is None else options
-        ask = getattr(method, "layers_studied", None)  # optional: otherwise a head with random weights knows them
+        ask = getattr(method, "new_head_layers", None)  # optional: otherwise a head with random weights knows them
         layers |= set(ask(target, options) if ask else method.random(target, options).train_feature_layers)
     return tuple(sorted(layers))
 

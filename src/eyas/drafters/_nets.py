@@ -1,0 +1,143 @@
+"""What methods with a trained net share: a net is made, loaded from a checkpoint, checked against the target.
+
+This module knows no net. Letters: V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from eyas import checkpoints
+from eyas.checkpoints import Weights
+from eyas.core.target import Target
+from eyas.errors import CheckpointError
+from eyas.nn import LayerShape
+
+__all__ = [
+    "EMBEDDING", "check_head", "init_matrices", "layer_config", "layer_shape", "load_tensors",
+    "own_embedding", "placed", "saved_tensors", "seeded", "target_layer_shape",
+]  # fmt: skip
+
+EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
+LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta",
+    "rope_scaling", "qkv_bias",
+)  # fmt: skip
+NetT = TypeVar("NetT", bound=nn.Module)
+
+
+# --- a new net
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's random numbers begin from `seed` inside, and go on afterwards as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def init_matrices(net: nn.Module) -> None:
+    """Random matrices that keep the variance of what they multiply; biases are zero, norms stay as they are."""
+    for name, weight in net.named_parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+
+
+def placed(net: NetT, target: Target) -> NetT:
+    """The net on the target's device, in its dtype, for inference."""
+    return net.to(device=target.device, dtype=target.dtype).eval()
+
+
+# --- a checkpoint
+
+
+def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[str, tuple[str, int]]) -> Weights:
+    """The weights; CheckpointError when there are none, or they are of another method or for another target.
+
+    Args:
+        label: the method's name for people.
+        sizes: key of the head's config -> (name for people, the target's size). A size that the config leaves open fits.
+    """
+    if weights is None:
+        raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
+    if weights.method != method:
+        raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of {label}")
+    for key, (name, expected) in sizes.items():
+        size = weights.config[key]
+        if size is not None and size != expected:
+            raise CheckpointError(f"{weights.source}: the head's {name} is {size}, the target's {expected}: it was made for another model")
+    return weights
+
+
+def load_tensors(
+    net: NetT, weights: Weights, target: Target, others: Mapping[str, tuple[int, ...]] | None = None, optional: frozenset[str] = frozenset()
+) -> NetT:
+    """The net with the tensors of a checkpoint, on the target's device.
+
+    Args:
+        others: names and shapes of tensors in the checkpoint that are not the net's; those in `optional` may be missing.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape.
+    """
+    shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    checkpoints.expect(weights, {**shapes, **(others or {})}, set(optional))
+    net.load_state_dict({name: value for name, value in weights.tensors.items() if name in shapes})
+    return placed(net, target)
+
+
+def saved_tensors(net: nn.Module, embed_tokens: Tensor | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: the net's, and the head's own embedding table where it has one."""
+    tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return tensors if embed_tokens is None else {**tensors, EMBEDDING: embed_tokens}
+
+
+def own_embedding(weights: Weights, target: Target) -> Tensor | None:
+    """The head's embedding table [V, D], unless it is the target's up to the rounding of storage."""
+    table = weights.tensors.get(EMBEDDING)
+    if table is None:
+        return None
+    table = table.to(device=target.device, dtype=target.dtype)
+    if table.shape[1] != target.hidden_size:
+        return table
+    every_V = torch.arange(target.vocab_size, device=target.device)
+    return None if torch.allclose(table, target.embed(every_V), rtol=1e-2, atol=1e-3) else table
+
+
+# --- the shape of a decoder layer
+
+
+def layer_shape(config: Mapping[str, Any]) -> LayerShape:
+    """The layer that a checkpoint's config describes."""
+    return LayerShape(**{name: config[name] for name in LAYER_KEYS if name in config})
+
+
+def layer_config(shape: LayerShape) -> dict[str, Any]:
+    """What a checkpoint's config says of a layer."""
+    return {name: getattr(shape, name) for name in LAYER_KEYS}
+
+
+def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
+    """A layer of the target's sizes; `sizes` replaces some of them."""
+    config = target.model.config
+    heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // 64)
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    like = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim + head_dim % 2,
+        "rms_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": float(rope.get("rope_theta") or 10_000.0),
+    }
+    return LayerShape(**{**like, **sizes})

@@ -1,0 +1,35 @@
+"""Checks of option values, and old names of options that are still understood."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+from eyas.errors import OptionError, near
+
+__all__ = ["check_choice", "check_whole", "current_noise"]
+
+OLD_NOISES = {"shared": "coupled", "drawn": "sampled"}
+
+
+def check_whole(group: str, least: int, **values: object) -> None:
+    """OptionError for a value that is not a whole number, `least` or more. `group` may be empty."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            option = f"{group}.{name}" if group else name
+            raise OptionError(f"{option} must be a whole number, {least} or more, got {value!r}")
+
+
+def check_choice(option: str, value: object, known: Collection[object]) -> None:
+    """OptionError, with the nearest names, for a value that is not one of `known`."""
+    if value not in known:
+        raise OptionError(f"unknown {option} {value!r}; {near(str(value), list(map(str, known)))}")
+
+
+def current_noise(noise: str) -> str:
+    """The name of a kind of noise today. The names until version 0.1 work with a notice."""
+    if noise not in OLD_NOISES:
+        return noise
+    current = OLD_NOISES[noise]
+    warnings.warn(f"noise {noise!r} is called {current!r} now; the old name goes with the next release", FutureWarning, stacklevel=4)
+    return current

@@ -1,7 +1,8 @@
-"""One file = one method. What is here is found, not listed: `eagle1.py` is the method `eagle1`.
+"""One file = one method: `eagle1.py` is the method `eagle1`. Methods are discovered, not listed.
 
-A method file defines one subclass of `Drafter` named `Method`. A method of a user's own is named by its dotted path: `mypackage.mymodule`.
-Files that begin with an underscore are shared tools. This module knows no method by name.
+A method file defines one subclass of `Drafter` named `Method`. A method outside of this folder is named by
+its dotted path: `mypackage.mymodule`. Files that begin with an underscore are shared tools. This module knows
+no method by name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Batch", "Capturable", "CycleInput", "DraftSession", "Drafter", "Loss
 
 
 def names() -> list[str]:
-    """All methods that stand in this folder."""
+    """The methods in this folder."""
     return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
 
 

@@ -1,6 +1,7 @@
-"""Dynamic trees of EAGLE's nets, all levels in one call of the compiled kernels: what `_grow.grow_dynamic` does, without its operations.
+"""Dynamic trees of EAGLE's nets in one call of the compiled kernels: the trees of `_grow.grow_dynamic`, all levels at once.
 
-For rows that are greedy or sample by a temperature alone, and drafts that see everything; others grow level by level.
+For rows that are greedy or sample by a temperature alone, and drafts without a window; others grow level by
+level.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Grower", "grower_of"]
 
 
 def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> Grower | None:
-    """None where the kernels do not know the net, or do not run it.
+    """None when the kernels do not know the net, or do not run it.
 
     own_table: of embeddings, where they are not the target's. ids_v: the target's ids of the draft vocabulary, where it is a smaller one.
     """
@@ -55,13 +56,13 @@ def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> ke
 
 
 def _fused(net: Any) -> kernels.Matrix | None:
-    """The matrix that fuses features, where that is all there is to it."""
+    """The matrix that fuses features; None when norms do it too."""
     alone = isinstance(net.fc, KernelLinear) and net.fc_norm is None and net.input_norm is None
     return net.fc.matrix if alone and not net.fc.matrix.inputs % 16 else None
 
 
 def _plain(sampling: Sampling) -> bool:
-    """Whether a row's law is softmax(logits / temperature), or its argmax."""
+    """A row's distribution is softmax(logits / temperature), or its argmax."""
     return (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1.0, 0.0, 1.0)
 
 
@@ -82,11 +83,11 @@ class Grower:
         self.layer, self.net = layer, net
 
     @staticmethod
-    def suits(roots: CycleInput) -> bool:
-        return roots.history_BV is None and all(_plain(sampling) for sampling in roots.sampling)
+    def suits(cycle: CycleInput) -> bool:
+        return cycle.history_BV is None and all(_plain(sampling) for sampling in cycle.sampling)
 
     def __call__(
-        self, pending: kernels.Pending, roots: CycleInput, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
+        self, pending: kernels.Pending, cycle: CycleInput, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
     ) -> Draft:  # fmt: skip
         """The tree below the roots, once the net has read what is pending behind `length` slots.
 
@@ -94,21 +95,21 @@ class Grower:
         """
         B = len(length_B)
         noise_BLv = None
-        if shape.noise == "coupled" and not roots.noise.all_greedy:
+        if shape.noise == "coupled" and not cycle.noise.all_greedy:
             which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, shape.depth + 1)
-            noise_BLv = roots.noise.gumbel(roots.position_B[:, None] + depth_L, which)
+            noise_BLv = cycle.noise.gumbel(cycle.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
             shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop,
             1 / shape.confidence_temperature,
-            _temperatures(roots.sampling), noise_BLv,
+            _temperatures(cycle.sampling), noise_BLv,
         )  # fmt: skip
         position_B1 = length_B[:, None]
         keys.at(slice(0, B), lambda: position_B1, width)
         keys.see(length_B, _one_node(B))
         where = keys.place(position_B1, *self.layer.tables(width))
         assert where is not None, "there is no window"
-        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, roots.tokens_B)
+        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, cycle.tokens_B)
         tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if shape.rerank else None
         return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

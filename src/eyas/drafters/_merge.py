@@ -1,12 +1,14 @@
-"""Two methods in one cycle: both draft, their trees are merged, verified once, and both learn what was accepted.
+"""Two methods in one cycle: both draft, their trees are merged and verified once, and both learn what was accepted.
 
-    eagle2   0 --- 1:a --- 2:b             verified   0 --- 1:a --- 2:b --- 6:d      what suffix   0 --- 1:a --- 2:b --- 3:d
-             |---- 3:c                                |---- 3:c                      is handed     |---- 6:c
-    suffix   0 --- 1:a --- 2:b --- 3:d                (4, 5: padding)                              (4, 5: padding)
+    eagle2   0 --- 1:a --- 2:b             verified   0 --- 1:a --- 2:b --- 6:d      as suffix   0 --- 1:a --- 2:b --- 3:d
+             |---- 3:c                                |---- 3:c                      sees it     |---- 6:c
+    suffix   0 --- 1:a --- 2:b --- 3:d                (4, 5: padding)                            (4, 5: padding)
 
-A session is handed the cycle with its own nodes first, numbered as it numbered them; the other's come behind, on which the path may end.
+Each session sees the cycle with its own nodes first, numbered as it numbered them. The other's nodes come
+behind, and the accepted path may end on them.
 
-This module knows no method. Letters: B rows, N nodes of the first tree, M of the second, F feature width, P path, T tokens.
+This module knows no method. Letters: B rows, N nodes of the first tree, M of the second, F feature width,
+P path, T tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ __all__ = ["Merged"]
 
 
 class Merged(Drafter):
-    """Drafts with `first` and with `second`. What either draws is chosen here: the same ids as plain decoding with the same seed."""
+    """Drafts with `first` and `second`. Children that either samples count as chosen: the ids are those of plain decoding."""
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         super().__init__(first.target)
         self.parts = (first, second)
         self.feature_layers = tuple(sorted({*first.feature_layers, *second.feature_layers}))
-        self.net, self.trained_length, self.target_fingerprint = first.net, first.trained_length, first.target_fingerprint
+        self.net = first.net
+        self.trained_length = first.trained_length
+        self.target_fingerprint = first.target_fingerprint
         self.model_free = first.model_free and second.model_free
 
     def open(self, rows: int) -> DraftSession:
@@ -43,20 +47,20 @@ class Merged(Drafter):
 
 
 class Session(DraftSession):
-    """A session of each."""
+    """A session of each method."""
 
     def __init__(self, drafter: Merged, rows: int) -> None:
         self.first, self.second = (part.open(rows) for part in drafter.parts)
-        self.places = [_places(part.feature_layers, drafter.feature_layers) for part in drafter.parts]
+        self.columns = [_columns(part.feature_layers, drafter.feature_layers) for part in drafter.parts]
         self.width = drafter.target.hidden_size
         self.drafts: tuple[Draft, Draft] | None = None
-        self.twin_BM = torch.empty(0)
+        self.match_BM = torch.empty(0)  # the node of the first tree that stands for the same tokens as each of the second, or -1
 
     def keep(self, row: int, length: int) -> int:
-        """What both still know; either may know less than it was asked to keep."""
-        asked = self.first.keep(row, length)
-        kept = self.second.keep(row, asked)
-        if kept < asked and self.first.keep(row, kept) < kept:
+        """What both sessions still know; each may know less than it is asked to keep."""
+        first = self.first.keep(row, length)
+        kept = self.second.keep(row, first)
+        if kept < first and self.first.keep(row, kept) < kept:
             return 0
         return kept
 
@@ -65,52 +69,54 @@ class Session(DraftSession):
             session.begin(row, kept, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        for session, places in zip((self.first, self.second), self.places, strict=True):
-            session.prefill(row, tokens_T, _take(features_TF, places, self.width), position)
+        for session, columns in zip((self.first, self.second), self.columns, strict=True):
+            session.prefill(row, tokens_T, _take(features_TF, columns, self.width), position)
 
-    def draft(self, roots: CycleInput) -> Draft:
-        mine, theirs = self.drafts = self.first.draft(roots), self.second.draft(roots)
-        self.twin_BM = matching_nodes(mine, theirs)
-        return merge(mine, theirs, self.twin_BM)
+    def draft(self, cycle: CycleInput) -> Draft:
+        first, second = self.first.draft(cycle), self.second.draft(cycle)
+        self.drafts = first, second
+        self.match_BM = matching_nodes(first, second)
+        return merge(first, second, self.match_BM)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         assert self.drafts is not None
-        mine, theirs = self.drafts
-        own, other = (_take(seen.features_BNF, places, self.width) for places in self.places)
-        self.first.commit(draft, verdict, replace(seen, features_BNF=own))
-        N, twin_BN = mine.tree.nodes, _inverse(self.twin_BM, mine.tree.nodes)
-        path_BP = _renumber(twin_BN, theirs.tree.nodes).gather(1, verdict.path_BP.clamp(min=0))
+        first, second = self.drafts
+        first_features, second_features = (_take(output.features_BNF, columns, self.width) for columns in self.columns)
+        self.first.commit(draft, verdict, replace(output, features_BNF=first_features))
+        N = first.tree.nodes
+        match_BN = _inverse(self.match_BM, N)
+        path_BP = _renumber(match_BN, second.tree.nodes).gather(1, verdict.path_BP.clamp(min=0))
         path_BP = torch.where(verdict.path_BP < 0, -1, path_BP)
-        turned = TargetOutput(*(torch.cat([x[:, :1], x[:, N:], x[:, 1:N]], dim=1) for x in (seen.logits_BNV, other)))
-        self.second.commit(merge(theirs, mine, twin_BN), replace(verdict, path_BP=path_BP), turned)
+        reordered = (torch.cat([x[:, :1], x[:, N:], x[:, 1:N]], dim=1) for x in (output.logits_BNV, second_features))
+        self.second.commit(merge(second, first, match_BN), replace(verdict, path_BP=path_BP), TargetOutput(*reordered))
 
     def end(self, row: int) -> None:
         for session in (self.first, self.second):
             session.end(row)
 
 
-def _inverse(twin_BM: Tensor, nodes: int) -> Tensor:
-    """int64 [B, nodes]: the node whose twin each is, or -1."""
-    number_BM = torch.arange(twin_BM.shape[1], device=twin_BM.device).expand_as(twin_BM)
-    spare_BN = torch.full((len(twin_BM), nodes + 1), -1, device=twin_BM.device)
-    return spare_BN.scatter(1, torch.where(twin_BM < 0, nodes, twin_BM), number_BM)[:, :nodes]
+def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
+    """int64 [B, nodes]: the node of the second tree that matches each of the first, or -1."""
+    number_BM = torch.arange(match_BM.shape[1], device=match_BM.device).expand_as(match_BM)
+    inverse_BN = torch.full((len(match_BM), nodes + 1), -1, device=match_BM.device)  # one more column, for nodes without a match
+    return inverse_BN.scatter(1, torch.where(match_BM < 0, nodes, match_BM), number_BM)[:, :nodes]
 
 
-def _renumber(twin_BN: Tensor, nodes: int) -> Tensor:
-    """int64: the second session's numbers of the merged tree's nodes; it has `nodes` of its own."""
-    order_N = torch.arange(twin_BN.shape[1], device=twin_BN.device)
-    mine_BN = torch.where(twin_BN >= 0, twin_BN, nodes - 1 + order_N)  # the root's twin is the root
-    theirs_BM = torch.arange(1, nodes, device=twin_BN.device).expand(len(twin_BN), -1)
-    return torch.cat([mine_BN, theirs_BM], dim=1)
+def _renumber(match_BN: Tensor, nodes: int) -> Tensor:
+    """int64: the merged tree's nodes as numbered by the second session, whose tree has `nodes` nodes."""
+    order_N = torch.arange(match_BN.shape[1], device=match_BN.device)
+    first_BN = torch.where(match_BN >= 0, match_BN, nodes - 1 + order_N)  # the root matches the root
+    second_BM = torch.arange(1, nodes, device=match_BN.device).expand(len(match_BN), -1)
+    return torch.cat([first_BN, second_BM], dim=1)
 
 
-def _places(own: Sequence[int], union: Sequence[int]) -> list[int] | None:
-    """Where a method's features lie among the union's; None: they are the union's."""
-    return None if tuple(own) == tuple(union) else [union.index(layer) for layer in own]
+def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
+    """Indices of a method's feature layers among the union's; None when it reads all of them."""
+    return None if tuple(layers) == tuple(union) else [union.index(layer) for layer in layers]
 
 
-def _take(features: Tensor, places: Sequence[int] | None, width: int) -> Tensor:
-    """Those of the layers that lie side by side, each `width` wide; None: all of them."""
-    if places is None:
+def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
+    """The features of some layers, of those that lie side by side, each `width` wide; None: all of them."""
+    if columns is None:
         return features
-    return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in places)], dim=-1)
+    return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

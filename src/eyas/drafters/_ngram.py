@@ -1,9 +1,9 @@
-"""Drafting from text alone: what a row's own prompt and output say about what comes next.
+"""Drafting from a row's own text: what its prompt and output say about the next tokens.
 
-`TextSession` keeps an `Index` of each row's tokens, on the host, and makes one tree of fixed size of what each index guesses. An index
-learns every token once, the root included: that is known to stay when a cycle begins.
+`TextSession` keeps an `Index` of each row's tokens, on the host, and makes one tree of the guesses of all
+rows. An index learns every token once, the root included: when a cycle begins it is certain to stay.
 
-This module knows no way to guess and no features.
+This module knows no way to guess and reads no features. Letters: B rows, N nodes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Guess(NamedTuple):
 
 
 class Index(ABC):
-    """One row's text, and what it foretells."""
+    """One row's text, and what may follow it."""
 
     tokens: list[int]
 
     @abstractmethod
     def append(self, token: int) -> None:
-        """The text goes on."""
+        """The text goes on with this token."""
 
     @abstractmethod
     def cut(self, length: int) -> None:
-        """Back to the first `length` tokens."""
+        """The text goes back to its first `length` tokens."""
 
     @abstractmethod
     def guesses(self) -> list[Guess]:
@@ -49,17 +49,21 @@ class Index(ABC):
 
 
 class TextSession(DraftSession):
-    """Rows of text.
+    """Indexes of B rows.
 
     Args:
-        nodes: of a tree at most, the root included. Where fewer are guessed it has 1, 2, 3, 5, 9, ... of them (a power of two and the
-            root), the last ones padding: few shapes, and a cycle without a guess costs a step of plain decoding.
+        nodes: upper bound of a tree's nodes, the root included. For fewer guesses the tree has 1, 2, 3, 5, 9, ...
+            nodes (a power of two and the root), the last ones padding: there are few shapes, and a cycle without
+            a guess costs a step of plain decoding.
         depth: no guess lies deeper.
-        scored: whether the guesses have probabilities.
+        scored: the guesses have probabilities.
     """
 
     def __init__(self, rows: int, index: Callable[[], Index], nodes: int, depth: int, scored: bool) -> None:
-        self.index, self.nodes, self.depth, self.scored = index, nodes, depth, scored
+        self.index = index
+        self.nodes = nodes
+        self.depth = depth
+        self.scored = scored
         self.rows = [index() for _ in range(rows)]
         self.active = [False] * rows  # in the cycle under way
 
@@ -81,35 +85,36 @@ class TextSession(DraftSession):
         for token in tokens:
             self.rows[row].append(token)
 
-    def draft(self, roots: CycleInput) -> Draft:
-        if roots.row_tokens:  # what the host knows need not come from the device
-            tokens, self.active = [text[-1] if text else 0 for text in roots.row_tokens], [bool(text) for text in roots.row_tokens]
+    def draft(self, cycle: CycleInput) -> Draft:
+        if cycle.row_tokens:  # known to the host without a transfer from the device
+            roots = [tokens[-1] if tokens else 0 for tokens in cycle.row_tokens]
+            self.active = [bool(tokens) for tokens in cycle.row_tokens]
         else:
-            tokens, self.active = roots.tokens_B.tolist(), roots.active_B.tolist()
+            roots, self.active = cycle.tokens_B.tolist(), cycle.active_B.tolist()
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
-            self._learn(row, [tokens[row]] if active else [])
+            self._learn(row, [roots[row]] if active else [])
             guesses.append(self.rows[row].guesses() if active else [])
-        return self._tree(tokens, guesses, roots.tokens_B.device)
+        return self._tree(roots, guesses, cycle.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
-        nodes, max_position = 1, max(map(len, guesses), default=0)
-        while nodes <= max_position:
+        nodes, most = 1, max(map(len, guesses), default=0)
+        while nodes <= most:
             nodes = min(2 * nodes - (nodes > 1), self.nodes)
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
             """[B, N]: the root's entry, those of the guesses, padding."""
-            lines = zip(roots, guesses, strict=True)
-            rows = [[root(t), *map(column, found), *[padding] * (nodes - 1 - len(found))] for t, found in lines]
+            pairs = zip(roots, guesses, strict=True)
+            rows = [[root(t), *map(column, row), *[padding] * (nodes - 1 - len(row))] for t, row in pairs]
             return torch.tensor(rows, device=device)
 
         parents_BN = table(lambda _: -1, lambda guess: guess.parent, 0)
         candidate_BN = table(lambda _: True, lambda _: True, False)
-        scores = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
+        scores_BN = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
         tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        return Draft(Tree.build(parents_BN, self.depth if max_position else 0, candidate_BN), tokens_BN, scores)
+        return Draft(Tree.build(parents_BN, self.depth if most else 0, candidate_BN), tokens_BN, scores_BN)
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        lines = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
-        for row, (tokens, length, active) in enumerate(lines):
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        rows = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
+        for row, (tokens, length, active) in enumerate(rows):
             self._learn(row, tokens[1:length] if active else [])

@@ -1,27 +1,29 @@
 """lookahead: Lookahead decoding (Fu, Bailis, Stoica, Zhang 2024, arXiv 2402.02057): the target drafts for itself, by Jacobi iteration.
 
-Every cycle forwards, beside the n-grams to be verified, a window of guesses at the positions to come: `width` columns by `ngram - 1`
-levels. A level is one iteration after the level above it: down a column stands what the target itself said after what it had said before.
-Its nodes are scouts: forwarded, never accepted. What the target says at the lowest level completes one n-gram a column; they go into the
-row's pool, the levels move up, and what was said is the new lowest level. With width 4 and n-grams of 4 tokens:
+Every cycle forwards, beside the n-grams to be verified, a window of guesses at the coming positions: `width`
+columns by `ngram - 1` levels. Each level is one Jacobi iteration after the level above it: a column holds the
+target's own continuation of its own earlier tokens. The window's nodes are scouts: forwarded, never accepted.
+The target's tokens at the lowest level complete one n-gram per column. They go into the row's pool, the
+levels move up, and these tokens become the lowest level. With width 4 and n-grams of 4 tokens:
 
     level 0      r --- a1 -- a2 -- a3          r: the root; depth = column + level
                  |     |     |     |
     level 1      b0    b1    b2    b3          b1 attends to r, a1 and itself: a column hangs from level 0, which is a chain
                  |     |     |     |
-    level 2      c0    c1    c2    c3          what is said at c1 makes the n-gram a1 b1 c1 _
+    level 2      c0    c1    c2    c3          the target's token at c1 completes the n-gram a1 b1 c1 _
 
     branch       r --- g0 -- h0 -- i0          up to `guesses` n-grams of the pool that begin with r, the newest first, as a trie of
                  |      '--- h1 -- i1          children of the same root: candidates
                   '--- g1 -- h2 -- i2
 
-So window and branch are one tree; node `width * level + column` is a node of the window. What a scout says is a draw like any other, from
-the law of the row's own sampling with the noise of its position: the token that this very run draws there if the scout's prefix comes true.
-(With the law's argmax instead, which is the same when greedy, a small chat model gave 18 % fewer tokens per cycle at temperature 1.)
+So window and branch are one tree; node `width * level + column` is a node of the window. A scout's token is
+drawn like any other, from the row's own sampling with the noise of its position: it is the token that this
+very run draws there if the scout's prefix comes true. (With the most probable token instead, which is the
+same in greedy rows, a small chat model gave 18 % fewer tokens per cycle at temperature 1.)
 
-The paper's section 3 and figures 2 to 4. The first guesses are tokens of the prompt. After a cycle that accepted several tokens the window
-moves on by one all the same: to move it by as many, so that every guess keeps its position, made no difference that could be measured.
-This module knows no net: the target's logits are all it reads.
+See the paper's section 3 and figures 2 to 4. The first guesses are tokens of the prompt. The window moves by
+one column per cycle, however many tokens were accepted: moving it by as many made no measurable difference.
+This module has no net: the target's logits are all that it reads.
 
 Letters: B rows, N nodes, W columns, V vocabulary, T tokens.
 """
@@ -37,16 +39,16 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
-from eyas.core.sampling import apply_sampling
+from eyas.core.sampling import apply_sampling_rows
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
-from eyas.errors import OptionError
+from eyas.drafters._options import check_whole
 
 __all__ = ["Lookahead", "Method", "Pool"]
 
 
 @dataclass(frozen=True)
 class Lookahead:
-    """The shape of window and branch; the defaults are the paper's for a model of 7B (table 2: W = G = 15, N = 5)."""
+    """The size of window and branch; the defaults are the paper's for 7B models (table 2: W = G = 15, N = 5)."""
 
     width: int = 15
     """Columns of the window (W): new n-grams per cycle."""
@@ -58,10 +60,8 @@ class Lookahead:
     """The n-grams of the prompt enter the pool too."""
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("ngram", 2), ("guesses", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise OptionError(f"lookahead.{name} must be a whole number, {least} or more, got {value!r}")
+        check_whole("lookahead", 1, width=self.width, guesses=self.guesses)
+        check_whole("lookahead", 2, ngram=self.ngram)
 
     @property
     def window(self) -> int:
@@ -79,7 +79,7 @@ class Lookahead:
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of lookahead."""
+    """Options of lookahead."""
 
     lookahead: Lookahead = field(default_factory=Lookahead)
 
@@ -100,7 +100,7 @@ class Pool:
             del known[next(iter(known))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed the token in its n-grams, the newest first."""
+        """The rests of the n-grams that begin with the token, the newest first."""
         return list(reversed(self._after.get(token, {})))
 
 
@@ -120,7 +120,7 @@ def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
 
 @dataclass
 class _Row:
-    """What a session knows of a row."""
+    """The state of a row."""
 
     pool: Pool
     tokens: list[int] = field(default_factory=list)  # committed
@@ -133,7 +133,7 @@ class Session(DraftSession):
     def __init__(self, shape: Lookahead, rows: int) -> None:
         self.shape = shape
         self.rows = [_Row(Pool(shape.guesses)) for _ in range(rows)]
-        self.roots: CycleInput | None = None
+        self.cycle: CycleInput | None = None
         self._active: list[bool] = []
         W = shape.width
         self._window_parents = [*range(-1, W - 1), *range(shape.window - W)]  # a chain; below it, the node one level up
@@ -156,20 +156,20 @@ class Session(DraftSession):
         if self.shape.prompt:
             for i in range(begin, len(known.tokens) - N + 1):
                 known.pool.add(known.tokens[i : i + N])
-        known.levels = self._fresh(known.tokens)
+        known.levels = self._first_window(known.tokens)
 
-    def _fresh(self, tokens: Sequence[int]) -> list[list[int]]:
+    def _first_window(self, tokens: Sequence[int]) -> list[list[int]]:
         """A window of tokens of the prompt, drawn at random: Jacobi iteration may begin anywhere."""
-        dice = random.Random(len(tokens))
-        return [dice.choices(tokens, k=self.shape.width) for _ in range(self.shape.ngram - 1)]
+        rng = random.Random(len(tokens))
+        return [rng.choices(tokens, k=self.shape.width) for _ in range(self.shape.ngram - 1)]
 
     # --- the cycle
 
-    def draft(self, roots: CycleInput) -> Draft:
-        self.roots, self._active = roots, roots.active_B.tolist()
-        shape, size, device = self.shape, self.shape.nodes, roots.tokens_B.device
+    def draft(self, cycle: CycleInput) -> Draft:
+        self.cycle, self._active = cycle, cycle.active_B.tolist()
+        shape, size, device = self.shape, self.shape.nodes, cycle.tokens_B.device
         parents, tokens, candidates = list[list[int]](), list[list[int]](), list[list[bool]]()
-        for row, root, active in zip(self.rows, roots.tokens_B.tolist(), self._active, strict=True):
+        for row, root, active in zip(self.rows, cycle.tokens_B.tolist(), self._active, strict=True):
             branch = unite(row.pool.after(root) if active else [])
             if active:
                 row.levels[0][0] = root
@@ -182,10 +182,10 @@ class Session(DraftSession):
         tree = Tree.build(torch.tensor(parents, device=device), shape.max_depth, torch.tensor(candidates, device=device))
         return Draft(tree, torch.tensor(tokens, device=device))
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        """What the lowest level's scouts say becomes n-grams and the new lowest level."""
-        said_BW = self._say(draft, seen)
-        host = torch.cat([verdict.length_B[:, None], said_BW, verdict.tokens_BP], 1).tolist()
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        """The target's tokens at the lowest level complete n-grams and become the new lowest level."""
+        scouted_BW = self._scout_tokens(draft, output)
+        host = torch.cat([verdict.length_B[:, None], scouted_BW, verdict.tokens_BP], 1).tolist()
         W = self.shape.width
         for row, active, (length, *rest) in zip(self.rows, self._active, host, strict=True):
             if not active:
@@ -196,21 +196,17 @@ class Session(DraftSession):
             row.levels = levels[1:]
             row.tokens += rest[W : W + length]
 
-    def _say(self, draft: Draft, seen: TargetOutput) -> Tensor:
-        """int64 [B, W]: the draw at every scout of the lowest level."""
-        roots, shape = self.roots, self.shape
-        assert roots is not None
+    def _scout_tokens(self, draft: Draft, output: TargetOutput) -> Tensor:
+        """int64 [B, W]: the target's draw at every scout of the lowest level."""
+        cycle, shape = self.cycle, self.shape
+        assert cycle is not None
         lowest = slice(shape.window - shape.width, shape.window)
-        seen_BWV = None if roots.history_BV is None else draft.tree.seen(draft.tokens_BN, roots.history_BV)[:, lowest]
-        rows = enumerate(roots.sampling)
-        scores_BWV = torch.stack(
-            [apply_sampling(seen.logits_BNV[b, lowest], s, None if seen_BWV is None else seen_BWV[b]) for b, s in rows]
-        )
-        if roots.noise.all_greedy:
+        seen_BWV = None if cycle.history_BV is None else draft.tree.seen(draft.tokens_BN, cycle.history_BV)[:, lowest]
+        scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle.sampling, seen_BWV)
+        if cycle.noise.all_greedy:
             return scores_BWV.argmax(-1)
-        position_BW = roots.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1
-        noise_BWV = roots.noise.gumbel(position_BW, scores_BWV.shape[-1])
-        return (scores_BWV.log_softmax(-1) + noise_BWV).argmax(-1)
+        position_BW = cycle.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1
+        return (scores_BWV.log_softmax(-1) + cycle.noise.gumbel(position_BW, scores_BWV.shape[-1])).argmax(-1)
 
 
 class Method(Drafter):

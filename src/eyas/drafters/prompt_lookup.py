@@ -26,7 +26,7 @@ PICKS = ("newest", "oldest")
 
 @dataclass(frozen=True)
 class Lookup:
-    """What is looked up, and how much is proposed."""
+    """The length of what is looked up, and the size of what is proposed."""
 
     longest: int = 3
     """Most tokens that are looked up."""
@@ -48,13 +48,13 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of prompt_lookup."""
+    """Options of prompt_lookup."""
 
     lookup: Lookup = field(default_factory=Lookup)
 
 
 class NgramIndex(Index):
-    """Where every n-gram of the text ends: n-gram -> the places behind it, in order."""
+    """The places behind every n-gram of the text, in order."""
 
     def __init__(self, options: Lookup) -> None:
         self.options, self.tokens = options, list[int]()
@@ -93,6 +93,8 @@ class NgramIndex(Index):
 
 
 class Method(Drafter):
+    """What followed the last tokens earlier in the row's own text."""
+
     Options: ClassVar[type] = Options
     summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"
     model_free = True

@@ -33,7 +33,7 @@ RANDOM_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What is looked up, and how much is proposed."""
+    """The length of what is looked up, and the size of what is proposed."""
 
     longest: int = 16
     """Most tokens that are looked up."""
@@ -59,7 +59,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of rest."""
+    """Options of rest."""
 
     datastore: str | None = None
     """Folder that `eyas datastore build` made."""
@@ -111,7 +111,7 @@ class Reader(Index):
 
 
 class Method(Drafter):
-    """REST."""
+    """Retrieval from a datastore (REST)."""
 
     Options: ClassVar[type] = Options
     summary = "REST: what followed the end of the text in a datastore (--datastore, made by `eyas datastore build`)"
@@ -147,8 +147,8 @@ class Method(Drafter):
         options = options or cls.Options()
         if options.datastore is not None:
             return cls(target, options)
-        dice = random.Random(seed)
-        documents = [dice.choices(range(target.vocab_size), k=RANDOM_TOKENS // 8) for _ in range(8)]
+        rng = random.Random(seed)
+        documents = [rng.choices(range(target.vocab_size), k=RANDOM_TOKENS // 8) for _ in range(8)]
         return cls(target, options, Datastore.of(documents, target.vocab_size))
 
     def open(self, rows: int) -> DraftSession:

@@ -1,8 +1,9 @@
 """seagle: EAGLE-3 whose draft sees a window (SEAGLE, Exxa 2025; attention sinks, Xiao et al. 2023): the first pairs and the last ones.
 
-A draft head is trained on short texts and fails beyond them; the target does not. So the draft's cache keeps `sink` + `size` pairs,
-rotated by their index in it, and never leaves the positions that it knows, however long the text is. Its time and memory then do not grow
-with the text. The target sees everything: what is generated stays what it alone would generate.
+A draft head is trained on short texts and fails beyond their length; the target does not. So the draft's
+cache keeps `sink` + `size` pairs, rotated by their index in the cache, and never leaves the positions that
+the head was trained on. Its time and memory then do not grow with the text. The target sees everything, so
+the text stays the target's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["Method"]
 
 
 class Method(eagle3.Method):
-    """EAGLE-3 with a window as long as its head was trained on, unless given otherwise."""
+    """EAGLE-3 with a window, by default as long as its head was trained on."""
 
     summary = "SEAGLE: EAGLE-3 whose draft sees attention sinks and a rolling window, for long texts"
     default_window = True

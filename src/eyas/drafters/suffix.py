@@ -36,7 +36,7 @@ PRIOR = 4.0  # what the first guess of an escape weighs, in matches
 
 @dataclass(frozen=True)
 class SuffixTree:
-    """How much is proposed."""
+    """The size of what is proposed."""
 
     nodes: int = 16
     """Verified per cycle, the root included."""
@@ -51,7 +51,7 @@ class SuffixTree:
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of suffix."""
+    """Options of suffix."""
 
     suffix: SuffixTree = field(default_factory=SuffixTree)
 
@@ -92,7 +92,10 @@ class SuffixAutomaton(Index):
         self.link, self.length = [-1], [0]  # the longest shorter substring that ends elsewhere too; the state's longest substring
         self.count, self.latest = [0], [0]  # how often it occurs; where it ended last
         self.last = 0  # the state of the whole text
-        self.matches, self.met = [0.0] * (LONGEST + 1), [0.0] * (LONGEST + 1)  # by length of match: how many; followed by nothing new
+        self.matches, self.hits = (
+            [0.0] * (LONGEST + 1),
+            [0.0] * (LONGEST + 1),
+        )  # by length of match: how many; how many were followed by a known token
 
     def append(self, token: int) -> None:
         self._score(token)
@@ -134,15 +137,15 @@ class SuffixAutomaton(Index):
         return short
 
     def _score(self, token: int) -> None:
-        """Did the longest match foretell this token, at whatever rank?"""
+        """Count whether the longest match was followed by this token before."""
         match = self.link[self.last]
         if match > 0:
             length = min(self.length[match], LONGEST)
             self.matches[length] += 1
-            self.met[length] += token in self.next[match]
+            self.hits[length] += token in self.next[match]
 
     def cut(self, length: int) -> None:
-        """What a row is cut back to is learnt again."""
+        """Rebuild the automaton of the shorter text."""
         if length < len(self.tokens):
             kept = self.tokens[:length]
             self._clear()
@@ -152,7 +155,7 @@ class SuffixAutomaton(Index):
     def escape(self, length: int) -> float:
         """The chance that something new follows a match of this length."""
         place = min(length, LONGEST)
-        return (self.matches[place] - self.met[place] + PRIOR / (length + 1)) / (self.matches[place] + PRIOR)
+        return (self.matches[place] - self.hits[place] + PRIOR / (length + 1)) / (self.matches[place] + PRIOR)
 
     def guesses(self) -> list[Guess]:
         """The most probable continuations, the best first, as many as the tree holds."""
@@ -177,7 +180,7 @@ class SuffixAutomaton(Index):
         return guesses
 
     def _open(self, match: _Match) -> list[_Match | _Child]:
-        """What followed the match, the likely first (of equals the latest), and the next shorter match that something else followed."""
+        """The match's continuations, the most frequent first (of equals the latest), then the next shorter match."""
         following, state, length = self.next[match.state], match.state, match.length
         fresh = [(self.count[after], self.latest[after], token, after) for token, after in following.items() if token not in match.known]
         found, passed = list[_Match | _Child](), 0.0
@@ -194,6 +197,8 @@ class SuffixAutomaton(Index):
 
 
 class Method(Drafter):
+    """The longest earlier match of the end of the text, and what followed it."""
+
     Options: ClassVar[type] = Options
     summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"
     model_free = True

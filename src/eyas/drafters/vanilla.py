@@ -1,4 +1,4 @@
-"""vanilla: the baseline is a drafter that proposes nothing. Its tree is the root alone; a cycle emits one token."""
+"""vanilla: the baseline is a drafter that proposes nothing. Its tree is the root alone, and a cycle emits one token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ __all__ = ["Method"]
 
 
 class Session(DraftSession):
+    """Drafts nothing."""
+
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tree = Tree.chain(rows, 1, device)
 
-    def capturable(self, roots: CycleInput) -> Capturable:
+    def capturable(self, cycle: CycleInput) -> Capturable:
         return Capturable(self, {})
 
     def keep(self, row: int, length: int) -> int:
         return length
 
-    def draft(self, roots: CycleInput) -> Draft:
-        return Draft(self.tree, roots.tokens_B[:, None])
+    def draft(self, cycle: CycleInput) -> Draft:
+        return Draft(self.tree, cycle.tokens_B[:, None])
 
 
 class Method(Drafter):
+    """Plain decoding."""
+
     summary = "plain decoding, one token a cycle: what every speed-up is measured against"
 
     def open(self, rows: int) -> DraftSession:

@@ -1,20 +1,21 @@
 """Verification: (Draft, p, noise) -> Verdict. Pure; knows no model.
 
-Chosen trees (`draft.q_BNV` is None). One token is drawn at every node from the target's law, and the path follows the children as long as
-the drawn token is one of them; the first drawn token that is no child is the bonus. For distinct siblings this is what recursive rejection
-with point masses does (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise): the same acceptance, the same law, no loop
-over siblings. With argmax for the draw it is greedy verification.
+Chosen trees (`draft.q_BNV` is None). One token is drawn at every node from the target's distribution, and the
+path follows the children as long as the drawn token is one of them; the first drawn token that is no child is
+the bonus. For distinct siblings this equals recursive rejection with point masses (EAGLE-2's rule: accept child
+x with p(x), else drop x and renormalise): the same acceptance, the same distribution, no loop over siblings.
+With argmax for the draw it is greedy verification.
 
-Drawn trees (`draft.q_BNV` given). At a node with law p, whose children were drawn without replacement from q, in node order (SpecInfer;
-Leviathan et al. 2023; EAGLE-1, section 4.3):
+Sampled trees (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
+replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
 
     for each child x:  accept it with min(1, p(x) / q(x));
                        on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
     no child accepted: the bonus is drawn from what is left of p
 
-Blocks (`draft.block`: one chain, drawn from q). What a token has too much of p may make up for what the one after it lacks, so the chain
-is tested as a whole, and the longest prefix that passes is accepted (Sun et al. 2024, "Block Verification Accelerates Speculative
-Decoding", algorithm 2; never fewer tokens in expectation than one by one):
+Blocks (`draft.block`: one chain, sampled from q). A token with more p than q can make up for the next one's lack
+of p, so the chain is tested as a whole, and the longest prefix that passes is accepted (Sun et al. 2024, "Block
+Verification Accelerates Speculative Decoding", algorithm 2; never fewer tokens in expectation than one by one):
 
     w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))                       laws at node n - 1
     left_n = max(0, w_n p - q)  at node n, q = 0 at the last             |left_n| = its sum

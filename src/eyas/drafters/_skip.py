@@ -1,4 +1,4 @@
-"""A model without some of its layers, and the search for those that are missed least.
+"""A model without some of its layers, and the search for the layers that matter least to its distribution.
 
 `without` makes new containers around the same modules and the same weights:
 
@@ -6,11 +6,12 @@
                             |   |       |
     view  ---- base ---- layers [0 1     4 5a]           5a: layer 5 with nothing in the place of its attention
 
-so nothing has to be restored, and the view costs no memory. A layer keeps its number, and so its place in a cache.
+so nothing has to be restored, and the view costs no memory. A layer keeps its number, and its place in a cache.
 
-`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, asks a Bayesian optimiser for the same set): leave out, one by one, the
-part whose absence costs least acceptance on text of the target's own, and stop at the set that makes decoding fastest by the formula of
-Leviathan et al. 2023, theorem 3.8, with the share of weights that are read as the cost of a draft step.
+`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, uses Bayesian optimisation): it leaves out,
+one by one, the part whose absence costs least acceptance on the target's own text, and returns the set that
+makes decoding fastest by Leviathan et al. 2023, theorem 3.8. The cost of a draft step is the share of the
+weights that it reads.
 
 This module knows no drafter. Letters: L layers, R sequences of T tokens, V vocabulary.
 """
@@ -43,13 +44,13 @@ HOPELESS = 0.7  # the search ends when it is that much slower than at its best
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
     skip: str  # as in --skip
     depth: int  # draft tokens of the chain
     acceptance: float  # of a draft token at temperature 1, on the text that was searched with
     cost: float  # of a draft step, in steps of the whole model
-    speedup: float  # what these promise
+    speedup: float  # expected from acceptance, cost and depth
 
 
 def parse_parts(text: str, layers: int) -> frozenset[Part]:
@@ -150,7 +151,7 @@ def _name_of(layer: nn.Module, kind: str) -> str:
 
 
 def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """How each part answers: None = a tensor; n = a tuple of a tensor and n things more. Seen in one pass over two tokens."""
+    """What each part returns: None = a tensor; n = a tuple of a tensor and n further values. Observed in one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:
@@ -173,7 +174,7 @@ def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
 
 
 class _Nothing(nn.Module):
-    """Adds nothing to what runs past it."""
+    """Takes the place of a part: returns zeros, so the residual stream stays as it is."""
 
     def __init__(self, more: int | None) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class _Nothing(nn.Module):
 
 @torch.inference_mode()
 def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> Tensor:
-    """int64 [R, T]: what the target itself says at temperature 1, from its first token on."""
+    """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no request reads."""
     config = target.model.config.get_text_config(decoder=True)
     begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int)), 0)
     session, device = target.open(rows), target.device
@@ -237,7 +238,7 @@ def search(target: Target, tokens_RT: Tensor) -> Found:
 
 
 def _law(target: Target, tokens_RT: Tensor) -> Tensor:
-    """What the target says behind every token, [R * T, V]."""
+    """The target's distribution after every token, [R * T, V]."""
     return target.head(target.encode(tokens_RT, (target.num_layers,))).float().softmax(-1).flatten(0, 1)
 
 

@@ -4,10 +4,10 @@
                                                              --skip auto       found by a search, once for a target
     LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710)       --skip exit:8     the first eight layers, then the final norm and the head
 
-What drafts is a view of the target with fewer layers (`_skip.py`): the model itself is not touched. The view has a cache of its own for the
-layers that it keeps, and reads the prompt itself. The papers share the target's cache, which saves that and lets the draft see what all
-layers made of the past; here every draft is what the smaller model alone would say. Kangaroo (Liu et al. 2024) exits early too, through
-an adapter that must be trained; there is none here.
+The draft model is a view of the target with fewer layers (`_skip.py`): the model itself is not touched. The view
+has a cache of its own for the layers that it keeps, and reads the prompt itself. The papers share the target's
+cache, which saves that and lets the draft attend to the keys and values that all layers made; here the draft is
+the smaller model alone. Kangaroo (Liu et al. 2024) exits early too, through a trained adapter; there is none here.
 
 This module knows no tree policy and no model family.
 """
@@ -36,7 +36,7 @@ SEARCHED = "greedy 2, own text 4 x 64"  # what a remembered result was found by
 
 @dataclass(frozen=True)
 class Options(small_model.DraftOptions):
-    """Flags of self_speculative."""
+    """Options of self_speculative."""
 
     skip: str = "auto"
     """Parts that the draft does without: 3,5a,7m (layers, their attention, their MLP), exit:N (all
@@ -69,7 +69,7 @@ class Method(small_model.Method):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """OptionError when the layers to leave out do not exist; ModelError when they cannot be told."""
+        """OptionError when the layers to leave out do not exist; ModelError when their attention or MLP cannot be identified."""
         options = options or cls.Options()
         if options.skip == "auto":
             found = remembered_search(target)
@@ -87,7 +87,7 @@ class Method(small_model.Method):
 
 
 def remembered_search(target: Target) -> Found:
-    """What `search` finds on the target's own text; done once for a target and kept in the user's cache folder."""
+    """The result of `search` on the target's own text, computed once per target and kept in the user's cache folder."""
     key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
     path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 import toy_tokenizer
 import zoo
-from eyas.cli._options import method_options
-from eyas.cli.train import command as train_command
+from eyas.cli._app import parse
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
@@ -235,13 +234,14 @@ def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
     for stage in args.stages:
         line = bench_heads.command(stage, args, more)
         assert line[1:4] == ["-m", "eyas", "train"]
-        context = train_command.make_context("train", line[4:])
-        assert (list(context.params["data"]), context.params["features"]) == ((read[1::2], None) if read[0] == "--data" else ([], read[1]))
-        assert (context.params["output"], context.params["device"]) == (str(Path("here", stage)), "cpu")
-        config = TrainConfig(**context.meta["Training"])
+        train = parse(line[3:])[1].arguments
+        head, model = train["head"], train["model"]
+        assert (list(head.data), head.features) == ((read[1::2], None) if read[0] == "--data" else ([], read[1]))
+        assert (head.output, model.device) == (str(Path("here", stage)), "cpu")
+        config = TrainConfig(**train["training"])
         assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
-        kind = find(context.params["method"])
-        assert layers_for_training(target, [(kind, build_options(kind.Options, method_options(context)))]) == (target.num_layers,)
+        kind = find(head.method)
+        assert layers_for_training(target, [(kind, build_options(kind.Options, train["options"]))]) == (target.num_layers,)
 
 
 def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

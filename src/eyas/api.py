@@ -41,7 +41,7 @@ from eyas.core.pretrained import check_config, read_tokenizer
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
-from eyas.errors import InputError, ModelError, OptionError, near
+from eyas.errors import InputError, ModelError, OptionError, UnknownOptionError, near
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, render
 
@@ -259,7 +259,7 @@ def _build(kind: type[Drafter], source: str | Path | None, target: Target, optio
     for name in options:
         if not _has(kind, name):
             known = [*flags(kind.Options), *LOAD_KEYWORDS]
-            raise OptionError(f"unknown option {name!r}; {near(name, known)}")
+            raise UnknownOptionError(name, near(name, known))
     return kind.from_pretrained(source, target, build_options(kind.Options, options))
 
 

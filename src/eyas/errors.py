@@ -2,6 +2,7 @@
 
     EyasError (ValueError)     a user's mistake: one clear line that says what is wrong and what to do; exit status 2
     |-- OptionError            an option that does not exist or has an impossible value
+    |   `-- UnknownOptionError   an option that does not exist, by its name
     |-- InputError             a prompt, message, data line or file that cannot be used
     |-- FitError               a request that does not fit the context or the memory
     |-- ModelError             a target model that cannot be served, with the reason
@@ -15,7 +16,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "EyasError", "FitError", "InputError", "ModelError", "OptionError", "near"]
+__all__ = ["CheckpointError", "EyasError", "FitError", "InputError", "ModelError", "OptionError", "UnknownOptionError", "near"]
 
 
 class EyasError(ValueError):
@@ -24,6 +25,14 @@ class EyasError(ValueError):
 
 class OptionError(EyasError):
     """An option that does not exist or has an impossible value."""
+
+
+class UnknownOptionError(OptionError):
+    """An option that a method or a training does not have; `option` is its dotted name."""
+
+    def __init__(self, option: str, hint: str) -> None:
+        super().__init__(f"unknown option {option!r}; {hint}")
+        self.option = option
 
 
 class InputError(EyasError):

@@ -1,4 +1,4 @@
-"""What this machine and this installation are called: what a measured time depends on, and what stands beside every number."""
+"""The names of this machine's processor and of the installed versions, which measurements are recorded with."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ import torch
 
 from eyas import __version__
 
-__all__ = ["cpu", "cpu_name", "says", "versions"]
+__all__ = ["command_output", "cpu", "cpu_name", "versions"]
 
 
 def cpu() -> dict[str, str]:
-    """What Linux tells about the first processor, "model name" and "flags" among it; nothing elsewhere."""
-    told, found = Path("/proc/cpuinfo"), dict[str, str]()
-    for line in told.read_text(errors="replace").splitlines() if told.is_file() else ():
+    """The first processor's entries in /proc/cpuinfo, such as "model name" and "flags"; empty where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    entries: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
+        entries.setdefault(name.strip(), value.strip())
+    return entries
 
 
 def cpu_name() -> str:
-    """What the maker calls it; the architecture where nobody tells."""
-    return cpu().get("model name") or says("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    """The processor's name by its maker; the architecture where the system does not tell it."""
+    brand = cpu().get("model name") or command_output("sysctl", "-n", "machdep.cpu.brand_string")
+    return brand or platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Of eyas and of what a speed depends on."""
-    found = {"eyas": __version__, "python": platform.python_version()}
+    """The versions of eyas and of the packages that a speed depends on."""
+    numbers = {"eyas": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers"):
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+            numbers[name] = "missing"
+    return numbers | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
-def says(*command: str) -> str | None:
-    """What a program prints; None when it is not there, fails or hangs."""
+def command_output(*command: str) -> str | None:
+    """What a program prints on stdout; None when it is not there, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

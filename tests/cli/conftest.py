@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import zoo
-from eyas import checkpoints, tiny
-from eyas.cli import group
+from eyas import checkpoints, cli, tiny
 from eyas.core.target import Target
 from eyas.drafters import eagle1
 
@@ -23,6 +24,53 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' if m['role'] == 'assistant' else '<s>' }}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended and what it printed."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    output: str  # both, in the order of printing
+    exception: BaseException | None = None
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream in memory, which also writes into the common output."""
+
+    def __init__(self, both: list[str]) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+        self.both = both
+
+    def write(self, text: str) -> int:
+        self.both.append(text)
+        return super().write(text)
+
+    def text(self) -> str:
+        self.flush()
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode()
+
+
+def invoke(arguments: Sequence[object], stdin: str | None = None) -> Result:
+    """Run `eyas` in this process, with its standard streams in memory."""
+    both: list[str] = []
+    streams = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), encoding="utf-8")
+    stdout, stderr = _Stream(both), _Stream(both)
+    sys.stdout, sys.stderr = stdout, stderr
+    status, escaped = 1, None
+    try:
+        status = cli.run([str(argument) for argument in arguments])
+    except BaseException as error:
+        escaped = error
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = streams
+    return Result(status, stdout.text(), stderr.text(), "".join(both), escaped)
+
 
 Run = Callable[..., Result]
 
@@ -55,12 +103,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(world: Path) -> Run:
+def run(world: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command with these arguments. `llama`, `head` and `bare` stand for folders of the world."""
 
-    def go(*arguments: object, stdin: str | None = None) -> Result:
+    def go(*arguments: object, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
+        for name, value in (env or {}).items():
+            monkeypatch.setenv(name, value)
         named = {name: str(world / name) for name in ("llama", "head", "bare")}
-        return CliRunner().invoke(group, [named.get(str(a), str(a)) for a in arguments], input=stdin, prog_name="eyas")
+        return invoke([named.get(str(a), str(a)) for a in arguments], stdin)
 
     return go
 
@@ -93,6 +143,7 @@ def embedded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (folder / doctor.CHECKSUMS).write_text(json.dumps(doctor.digests(folder)))
     monkeypatch.setattr(tiny, "FOLDER", folder)
     monkeypatch.setattr(tiny, "HEADS", {"eagle1": folder / "eagle1"})
+    monkeypatch.setattr(tiny, "BEST", "eagle2")  # as the head of the world
     monkeypatch.setattr(tiny, "model", lambda: LlamaForCausalLM.from_pretrained(folder).eval())
     monkeypatch.setattr(tiny, "tokenizer", lambda: AutoTokenizer.from_pretrained(folder))
     return folder

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 import processes
 import zoo
@@ -25,7 +24,7 @@ from eyas.cli._contestants import HEADS
 
 pytestmark = pytest.mark.slow
 
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 Refused = Callable[..., str]
 QUICK = ("--max-new-tokens", 8, "--probe", 0)
 
@@ -50,7 +49,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-def summary_of(result: Result) -> dict[str, Any]:
+def summary_of(result: Any) -> dict[str, Any]:
     assert result.exit_code == 0, (result.output, result.exception)
     return json.loads(result.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 

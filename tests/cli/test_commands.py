@@ -11,16 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
 
 import eyas
 import processes
 from eyas import cli, drafters, tiny
 from eyas.bench import machine
 from eyas.cli import demo, doctor
-from eyas.cli._options import flags_of
+from eyas.core.options import list_options
 
 Run = Callable[..., Any]
 HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else there
@@ -35,11 +33,9 @@ def test_help_and_version_do_not_import_torch() -> None:
     for flag in ("--help", "--version"):
         code = f"""
 import sys
-from eyas.cli import group
-try:
-    group(["{flag}"])
-except SystemExit as end:
-    print(end.code, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
+from eyas.cli import run
+status = run(["{flag}"])
+print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
 """
         done = processes.run([sys.executable, "-c", code])
         assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
@@ -67,20 +63,21 @@ def test_the_commands_are_the_files(run: Run) -> None:
     assert run("--version").output == f"eyas {eyas.__version__}\n"
 
 
-@pytest.mark.parametrize("name", cli.names())
-def test_every_option_says_what_it_is_for(name: str) -> None:
-    """Of every command, those of methods and of the training's config included, which take their words from comments: a field without one
-    shows its default and nothing else. Hidden options are for our own processes."""
-    command = cli.group.get_command(click.Context(cli.group), name)
-    assert command is not None
-    options = [p for p in command.get_params(click.Context(command)) if isinstance(p, click.Option) and not p.hidden]
-    assert options
-    silent = [option.opts[0] for option in options if not re.sub(r"\\?\[.*", "", option.help or "").strip()]
+@pytest.mark.parametrize("name", [*cli.names(), "datastore build"])
+def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
+    """Of every command, those of methods and of the training's config included: a panel's line that holds an option and
+    no text, or only its default, is an option without help."""
+    if name == "datastore":
+        return
+    shown = run(*name.split(), "--help-all", env={"COLUMNS": "400"}).output
+    lines = [line for line in shown.splitlines() if re.match(r"^│ (\* +)?--", line)]
+    assert lines
+    silent = [line for line in lines if not re.search(r"  [^ \[]", line.strip("│ ").lstrip("* "))]
     assert not silent
 
 
 def test_help_of_generate(run: Run) -> None:
-    """All flags of the design, those of the methods with their defaults, in panels."""
+    """All options of the design in panels; those of methods only where they are asked for, with their defaults."""
     shown = run("generate", "--help").output
     flags = """--target --draft --method --tokenizer --max-new-tokens --system --raw --temperature --top-k --top-p --min-p
         --repetition-penalty --seed --stop --ignore-eos --batch-size --dtype --device --trust-remote-code --prompt-ids --input --output
@@ -89,13 +86,18 @@ def test_help_of_generate(run: Run) -> None:
         assert flag in shown, flag
     for panel in ("Prompt", "Model", "Method", "Sampling", "Output", "Machine"):
         assert f"─ {panel} ─" in shown
-    for name in drafters.names():
-        for flag in flags_of(drafters.find(name).Options):
-            serves = not flag.help.startswith(("training only", "new heads only"))
-            assert (f"--{flag.name.replace('_', '-')} " in shown) == serves, flag
-            assert flag.shown in shown or not serves
-    assert "verified per cycle, the root included" in " ".join(shown.replace("│", " ").split())
     assert "Examples" in shown
+    assert "--tree.nodes" not in shown
+    assert "--help-all" in shown
+    assert len(shown.splitlines()) < 110, "help was 225 lines long"
+    everything = run("generate", "--help-all").output
+    for name in drafters.names():
+        for option in list_options(drafters.find(name).Options):
+            flag = f"--{option.name.replace('_', '-')} "
+            assert (flag in everything) == (not option.use), option
+    one = " ".join(run("generate", "--method", "eagle3", "--help").output.replace("│", " ").split())
+    assert "verified per cycle, the root included. [default: 60]" in one.lower()
+    assert "--tree.choices" not in one
 
 
 def test_help_of_train_has_the_fields_of_its_config(run: Run) -> None:
@@ -214,12 +216,13 @@ def test_chat_from_a_pipe(run: Run, world: Path) -> None:
     assert "the conversation is forgotten" in result.stderr
 
 
-def test_chat_colours_what_was_drafted(world: Path) -> None:
+def test_chat_colours_what_was_drafted(run: Run) -> None:
     """A random head seldom guesses right, but with 30 guesses in 100 tokens it does (seeded; asserted), and only that is green."""
     wide = ("--tree.nodes", 31, "--tree.branch", 30, "--tree.depth", 1)
-    arguments = [str(world / a) if a in ("llama", "head") else str(a) for a in (*CHAT, *wide, "--max-new-tokens", 100)]
-    plain = CliRunner().invoke(cli.group, arguments, input="hello\n", color=True)
-    painted = CliRunner().invoke(cli.group, [*arguments, "--color-accepted"], input="hello\n", color=True)
+    arguments = (*CHAT, *wide, "--max-new-tokens", 100)
+    plain = run(*arguments, stdin="hello\n", env={"FORCE_COLOR": "1"})
+    painted = run(*arguments, "--color-accepted", stdin="hello\n", env={"FORCE_COLOR": "1"})
+    assert run(*arguments, "--color-accepted", stdin="hello\n", env={"NO_COLOR": "1", "FORCE_COLOR": "1"}).stdout == plain.stdout
     green = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", painted.stdout, re.DOTALL)
     assert plain.stdout == re.sub("\x1b\\[\\d+m", "", painted.stdout) != painted.stdout
     tau = float(painted.stderr.partition("tau ")[2].partition(",")[0])
@@ -253,7 +256,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     assert process.returncode == 0, said.decode()
     assert b"interrupted" in said
     assert b"Traceback" not in said
-    assert b"/help: what can be said here" in said
+    assert b"/help: list these commands" in said
     assert len(out.decode()) < 480
 
 
@@ -281,8 +284,8 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
     """Two panels, live; and an interrupt shows the table of what was finished."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(demo, "PROMPTS", (demo._Prompt("one"), demo._Prompt("two", raw=True), demo._Prompt("three")))
-    ask, asked = demo._Demo.round, []
+    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"), demo.Prompt("two", raw=True), demo.Prompt("three")))
+    ask, asked = demo.Demo.round, []
 
     def stopped(self: Any, prompt: Any, place: str) -> Any:
         asked.append(prompt)
@@ -290,12 +293,12 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return ask(self, prompt, place)
 
-    monkeypatch.setattr(demo._Demo, "round", stopped)
+    monkeypatch.setattr(demo.Demo, "round", stopped)
     result = run("demo", "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
     assert result.exit_code == 130, (result.output, result.exception)
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
-    assert "╭─ plain decoding, 6 tokens" in shown
-    assert "╭─ eagle1, 6 tokens" in shown
+    assert "╭─ plain decoding ─" in shown
+    assert "╭─ eagle1 ─" in shown
     assert "This run, 2 prompts" in shown
     assert "the numbers are of the 2 prompts that were finished" in result.stderr
 
@@ -314,21 +317,21 @@ def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine flattered us: what has many small operations suffers most, and that is transformers."""
     monkeypatch.setattr(machine, "used", lambda before: machine.Used(10.0, 10.0 * len(machine.cores())))
-    monkeypatch.setattr(demo, "PROMPTS", (demo._Prompt("one"),))
+    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
     assert "measure again when the machine is idle" in " ".join(run("demo", "--max-new-tokens", 4).stdout.split())
 
 
 @pytest.mark.usefixtures("embedded")
 def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not hide a difference: which side, where, and how close the choice was."""
-    real = demo._Demo._transformers
+    real = demo.Demo._generate
 
     def other(self: Any, ids: Any, new: int) -> Any:
         found, seconds = real(self, ids, new)
         return (*found[:3], 99, *found[4:]), seconds
 
-    monkeypatch.setattr(demo._Demo, "_transformers", other)
-    monkeypatch.setattr(demo, "PROMPTS", (demo._Prompt("one"),))
+    monkeypatch.setattr(demo.Demo, "_generate", other)
+    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
     result = run("demo", "--max-new-tokens", 6)
     assert result.exit_code == 0
     assert "0 of 1" in result.stdout

@@ -79,7 +79,7 @@ def test_ctrl_c_keeps_what_was_read(run: Run, chats: Path, novel: Path, tmp_path
 def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: Path, world: Path) -> None:
     """One line and status 2 for everything that a user may get wrong."""
     build = ("datastore", "build", "--target", "llama", "--output", tmp_path / "store")
-    assert "Missing option '--data'" in refused(*build)
+    assert "option --data is missing" in refused(*build)
     assert "does not exist; check the path" in refused(*build, "--data", tmp_path / "none.txt")
     assert "holds no datastore to append to or to merge" in refused(*build, "--merge")
     assert "tokenizer" in refused("datastore", "build", "--tokenizer", tmp_path, "--output", tmp_path / "s", "--data", novel)
@@ -101,7 +101,7 @@ def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: 
 
 def test_help_shows_the_commands(run: Run) -> None:
     """Guards the group: both commands and their flags are found."""
-    assert {"build", "verify"} == set(datastore_command.command.commands)
+    assert {"build", "verify"} == set(datastore_command.COMMANDS)
     shown = run("datastore", "build", "--help").output
     for flag in ("--data", "--output", "--append", "--merge", "--segment-tokens", "--target", "--tokenizer"):
         assert flag in shown

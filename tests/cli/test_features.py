@@ -176,14 +176,14 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
     """What each process is told, done here one after the other; then nothing is missing. The target that the plan was made with is gone
     when the first one starts: with several devices it would sit on the first of them beside that worker's own."""
     told: list[list[str]] = []
-    load, models = features.load, list[Any]()
+    load, models = features.load_target, list[Any]()
 
     def loaded(*arguments: Any) -> Any:
         llm = load(*arguments)
         models.append(weakref.ref(llm.target.model))
         return llm
 
-    monkeypatch.setattr(features, "load", loaded)
+    monkeypatch.setattr(features, "load_target", loaded)
 
     class Process:
         returncode = 0
@@ -237,7 +237,7 @@ def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Pat
 # --- what goes wrong -------------------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no data": (("features", "--output", "o"), "Missing option '--data'"),
+    "no data": (("features", "--output", "o"), "option --data is missing"),
     "nothing to verify": (("features", "--output", "o", "--verify"), "holds no features"),
     "a part of nothing": (("--part", "3/2"), "--part is like 2/4"),
     "layers that are words": (("--layers", "last"), "--layers are whole numbers"),

@@ -123,7 +123,7 @@ def test_stops_and_length(answer: Run) -> None:
 
 def test_a_head_of_another_target_is_noted(run: Run, world: Path, tmp_path: Path) -> None:
     config = json.loads((world / "head" / "config.json").read_text())
-    config["eyas"]["target_fingerprint"] = "0123456789abcdef"
+    config["eyas"]["target_fingerprint"] = "0123456789ab:9.001,9.002,9.003"
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((world / "head" / "model.safetensors").read_bytes())
     result = run("generate", "--target", "llama", "--draft", tmp_path, "hi", "--max-new-tokens", 2)
@@ -164,7 +164,7 @@ def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) ->
     assert result.exit_code == 0, result.output
     found = {key(line): line for line in results(output)}
     assert set(found) == {"a", 2, 7, 4}
-    assert all(set(line) - {"id", "line"} == KEYS for line in found.values())
+    assert all(set(line) - {"id", "line"} == KEYS | {"prompt_sha256", "settings"} for line in found.values())
     if batch == 1:
         assert list(found) == ["a", 2, 7, 4]
     for name, prompt in (("a", "one"), (2, "two"), (4, "four")):
@@ -210,7 +210,7 @@ def test_other_settings_are_noted_when_resuming(run: Run, tmp_path: Path) -> Non
     assert "were made with method suffix" in run(*command, "--draft", "head").stderr
     output.write_text(output.read_text().replace('"weights": "exact"', '"weights": "int4"', 1))
     write(given, LINES[:3])
-    assert "were made with weights int4" in run(*command).stderr
+    assert "weights int4 there, exact now" in run(*command).stderr
 
 
 def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import eyas
 from eyas.api import Piece
-from eyas.cli._show import Painter, Tally
+from eyas.cli._show import Painter, TimedStream
 from eyas.text import StopStrings
 
 
@@ -50,11 +51,17 @@ def test_marks_follow_the_text_however_late_it_comes() -> None:
         assert shown == truth
 
 
-def test_a_tally_of_nothing() -> None:
-    """An interrupt before the first token must not divide by zero."""
-    result = Tally(iter(())).result()
-    assert (result.text, result.token_ids, result.finish_reason) == ("", (), "interrupted")
-    assert (result.stats.tau, result.stats.tokens_per_second) == (0.0, 0.0)
+def test_an_answer_that_is_broken_off(world: Any) -> None:
+    """An interrupt before the first token must not divide by zero; and what is not read to its end is not called complete."""
+    stream = TimedStream(eyas.load(world / "llama").stream("hello", max_new_tokens=6, ignore_eos=True))
+    nothing = stream.result()
+    assert (nothing.text, nothing.token_ids, nothing.finish_reason) == ("", (), "interrupted")
+    assert (nothing.stats.tau, nothing.stats.tokens_per_second) == (0.0, 0.0)
+    next(stream)
+    assert stream.result().finish_reason == "interrupted"
+    assert len(list(stream)) >= 1
+    assert stream.result().finish_reason == "length"
+    assert stream.result().stats.seconds == stream.seconds > 0
 
 
 def test_painter_on_a_real_tokenizer(world: Any) -> None:

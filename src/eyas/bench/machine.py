@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from eyas.hardware import cpu_name, says, versions
+from eyas.hardware import command_output, cpu_name, versions
 
 __all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "gpus", "snapshot", "used"]
 
@@ -110,7 +110,7 @@ def cores() -> list[int]:
 def gpus() -> list[dict[str, Any]]:
     """The GPUs that torch sees: name, memory_bytes and driver."""
     if torch.cuda.is_available():
-        driver = (says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
+        driver = (command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [{"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None} for p in properties]
     if torch.backends.mps.is_available():
@@ -122,8 +122,8 @@ def commit(clone: Path = CLONE) -> str | None:
     """The commit of the clone that eyas runs from, with a + when tracked files were changed since; None when it is no clone."""
     if not (clone / ".git").exists():
         return None
-    at = says("git", "-C", str(clone), "rev-parse", "HEAD")
-    changed = says("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
+    at = command_output("git", "-C", str(clone), "rev-parse", "HEAD")
+    changed = command_output("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
     return f"{at}{'+' if changed else ''}" if at else None
 
 

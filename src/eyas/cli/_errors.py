@@ -1,7 +1,7 @@
-"""How a command ends when it does not end well: which exceptions become one line, and with which exit status.
+"""How a command ends: which exceptions become one line, and with which exit status.
 
     0     done
-    2     a mistake of the user's, or the machine's limits (disk, memory): one line `eyas: error: ...` on stderr
+    2     a mistake of the user's, or the machine's limits (disk, memory): one line on stderr
     130   interrupted: one line that says what was kept
     1     a fault of ours: everything else escapes, with its traceback
 
@@ -13,47 +13,134 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-import rich_click as click
+from types import FrameType
+from typing import IO, TextIO
 
 from eyas.errors import EyasError
 
-__all__ = ["FULL", "Interrupted", "note", "problem", "status_of"]
+__all__ = [
+    "FULL",
+    "Interrupted",
+    "UsageError",
+    "colored",
+    "exit_status",
+    "note",
+    "problem",
+    "replace_closed_streams",
+]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+GREEN, RED = "32", "31"
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error
     """The user stopped a command; the message says what was kept and how to go on."""
 
 
+class UsageError(EyasError):
+    """Options that exclude or need each other. The line on stderr ends with where to find help."""
+
+
+def colored(text: str, color: str, stream: TextIO | None = None) -> str:
+    """The text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
+    stream = stream or sys.stdout
+    wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return f"\x1b[{color}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
+
+
 def note(line: str) -> None:
-    """Something worth knowing, on stderr."""
-    click.echo(f"eyas: {one_line(line)}", err=True)
+    """Print a line of information on stderr."""
+    print(f"eyas: {_one_line(line)}", file=sys.stderr, flush=True)
 
 
 def problem(line: str) -> None:
-    """Something that went wrong, on stderr."""
-    click.echo(f"{click.style('eyas: error:', fg='red')} {one_line(line)}", err=True)
+    """Print a line about a mistake on stderr."""
+    print(colored("eyas: error:", RED, sys.stderr), _one_line(line), file=sys.stderr, flush=True)
 
 
-def one_line(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-class _Notes(logging.Handler):
-    """What eyas logs while a command runs are notes."""
+def exit_status(run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit status.
 
+    Mistakes of the user's and limits of the machine become one line on stderr; every other
+    exception escapes.
+    """
+    with _interrupts() as interrupted:
+        try:
+            with _log_to_stderr():
+                status = run()
+                sys.stdout.flush()
+            return status or 0
+        except Interrupted as stop:
+            note(f"interrupted{': ' * bool(str(stop))}{stop}")
+        except KeyboardInterrupt:
+            note("interrupted")
+        except Exception as error:
+            line = _mistake(error)
+            if line is not None:
+                if line:
+                    problem(line)
+                return 2 if line else 1
+            if not interrupted:
+                raise
+            note("interrupted")  # a library turned the KeyboardInterrupt into an error of its own
+        return 130
+
+
+def _mistake(error: Exception) -> str | None:
+    """The line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
+    if isinstance(error, EyasError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
+        _discard_output()
+        return ""
+    if isinstance(error, OSError) and error.errno in FULL:
+        _discard_output()
+        place = f" for {error.filename}" if error.filename else ""
+        return f"no space left on the device{place}: free some and try again"
+    # torch's error for accelerators is a RuntimeError of that name
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        reason = str(error).partition(". ")[0][:200] or "allocation failed"
+        return f"out of memory ({reason}): a smaller batch, tree or model needs less"
+    return None
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Record Ctrl-C before it becomes a KeyboardInterrupt; the list is empty until then."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield received
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
 
 
 @contextmanager
-def _noted() -> Iterator[None]:
-    logger, handler = logging.getLogger("eyas"), _Notes(logging.INFO)
+def _log_to_stderr() -> Iterator[None]:
+    """Print what eyas logs as notes."""
+    logger = logging.getLogger("eyas")
+    handler = _Notes(logging.INFO)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -64,42 +151,64 @@ def _noted() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def status_of(run: Callable[[], object]) -> int:
-    """Run it; the exit status. What is not the user's or the machine's doing escapes."""
-    try:
-        with _noted():
-            status = run()
-        sys.stdout.flush()
-        return status if isinstance(status, int) else 0
-    except Interrupted as stop:
-        note(f"interrupted{': ' * bool(str(stop))}{stop}")
-        return 130
-    except click.Abort:
-        note("interrupted")
-        return 130
-    except click.UsageError as error:
-        problem(error.format_message() + (f" (see {error.ctx.command_path} --help)" if error.ctx else ""))
-    except click.ClickException as error:
-        problem(error.format_message())
-    except EyasError as error:
-        problem(str(error))
-    except BrokenPipeError:  # who read our output has seen enough
-        _forget_output()
-        return 1
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        _forget_output()
-        problem(f"no space left on the device{f' for {error.filename}' if error.filename else ''}: free some and try again")
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, for accelerators
-            raise
-        reason = str(error).partition(". ")[0][:200] or "allocation failed"
-        problem(f"out of memory ({reason}): a smaller batch, tree or model needs less")
-    return 2
-
-
-def _forget_output() -> None:
-    """Output that cannot be written must not be tried again when the interpreter ends."""
+def _discard_output() -> None:
+    """Keep the interpreter from writing at its end what could not be written now."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _ClosedStream:
+    """Stands for a standard stream that was closed before we started (`eyas generate hi >&-`)."""
+
+    encoding = "utf-8"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def buffer(self) -> _ClosedStream:
+        return self
+
+    def __enter__(self) -> _ClosedStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.read()
+
+    def isatty(self) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+    def write(self, text: str) -> int:
+        raise EyasError(f"{self.name} is closed, so there is nowhere to write to: open it, or name an output file")
+
+    def read(self, size: int = -1) -> str:
+        raise EyasError(f"{self.name} is closed, so there is nothing to read: open it, or name an input file")
+
+    readline = read
+
+
+def replace_closed_streams() -> None:
+    """Give a name to each use of a standard stream that is closed; make the others never fail on a character.
+
+    The descriptors are filled first: the next file to be opened would become standard output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
+    for name, words in (("stdin", "standard input"), ("stdout", "standard output")):
+        stream: IO[str] | None = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, _ClosedStream(words))
+    for output in (sys.stdout, sys.stderr):
+        if hasattr(output, "reconfigure"):
+            output.reconfigure(errors="backslashreplace")

@@ -1,46 +1,65 @@
 """Prompts in, results out, line by line.
 
-    in    {"prompt": "..."}  |  {"messages": [...]}  |  {"prompt_ids": [...]}     any of them with an "id"
+    in    {"prompt": "..."}  |  {"messages": [...]}  |  {"prompt_ids": [...]}     with an optional "id"
     out   {"id": ... or "line": n, and the fields of --json}
 
-A result is appended as one whole line and is with the system before the next prompt ends, so whatever stops a run leaves whole lines.
-Half a line at the end of a file (the machine stopped) is cut off by the next run, which then goes on after what is there.
+A result is appended as one whole line and handed to the system before the next prompt ends, so
+that whatever stops a run leaves whole lines. Half a line at the end of a file (the machine
+stopped) is cut off by the next run, which continues after what is there. One process at a time
+writes into a file.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
 
 from eyas.cli._errors import FULL
-from eyas.errors import EyasError, InputError, near
+from eyas.cli._options import STDIN
+from eyas.errors import EyasError, InputError, OptionError, near
+from eyas.files import locked_output, parse_json
 
-__all__ = ["Bad", "Results", "Task", "read_tasks", "told"]
+__all__ = [
+    "InvalidLine",
+    "Results",
+    "Task",
+    "differences",
+    "file_errors",
+    "read_tasks",
+    "refuse",
+]
 
 KINDS = ("prompt", "messages", "prompt_ids")
 
 
 @contextmanager
-def told(path: str | Path, what: str = "file") -> Iterator[None]:
-    """What the system says about a file that the user named, as one line."""
+def file_errors(path: str | Path, what: str = "file") -> Iterator[None]:
+    """Turn what the system says about a file that the user named into an InputError of one line."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {str(path)!r} is no text in UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise InputError(f"{what} {str(path)!r} {_reason(error, Path(path))}") from error
+        reason = _reason(error, Path(path))
+        if error.errno == errno.ENOENT and what == "output file" and Path(path).parent.is_dir():
+            reason = "cannot be created there"
+        raise InputError(f"{what} {str(path)!r} {reason}") from error
 
 
 def _reason(error: OSError, path: Path) -> str:
     if error.errno in FULL:
-        return "cannot be written: no space left on the device; free some and run the same command again, it goes on after the last result"
+        return (
+            "cannot be written: no space left on the device; free some and run the same command again, it continues after the last result"
+        )
     if error.errno == errno.ENOENT:
         return "does not exist" if path.parent.is_dir() else f"cannot be opened: the folder {str(path.parent)!r} does not exist"
     if error.errno == errno.EISDIR:
@@ -50,32 +69,41 @@ def _reason(error: OSError, path: Path) -> str:
     return f"cannot be used: {(error.strerror or str(error)).lower()}"
 
 
+# --- input --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Task:
-    """One usable line."""
+    """One usable line of the input."""
 
     line: int  # counted from 1
     id: str | int | None
-    prompt: Any  # what LLM.generate takes
+    prompt: Any  # as LLM.generate takes it
 
     @property
     def key(self) -> dict[str, str | int]:
-        """What names its result: its own id, else the number of its line."""
+        """The name of its result: its id, else the number of its line."""
         return {"line": self.line} if self.id is None else {"id": self.id}
+
+    @property
+    def prompt_hash(self) -> str:
+        """Sixteen hexadecimal digits by which a changed prompt is noticed."""
+        text = json.dumps(self.prompt, sort_keys=True).encode("utf-8", "backslashreplace")
+        return hashlib.sha256(text).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A line that cannot be used, and why."""
+class InvalidLine:
+    """A line of the input that cannot be used."""
 
     line: int
     reason: str
 
 
-def read_tasks(path: str) -> Iterator[Task | Bad]:
+def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
     """Every line that is not blank; `-` reads stdin. InputError when the file cannot be read."""
     seen: dict[str, int] = {}
-    with told(path, "input file"), _opened(path) as stream:
+    with file_errors(path, "input file"), _opened(path) as stream:
         for number, raw in enumerate(stream, start=1):
             if not raw.strip():
                 continue
@@ -86,35 +114,30 @@ def read_tasks(path: str) -> Iterator[Task | Bad]:
                     raise InputError(f"the id {task.id!r} stands on line {seen[key]} already: give each line its own")
                 yield task
             except InputError as error:
-                yield Bad(number, str(error))
+                yield InvalidLine(number, str(error))
 
 
 def _opened(path: str) -> IO[bytes]:
-    return sys.stdin.buffer if path == "-" else open(path, "rb")
+    return sys.stdin.buffer if path == STDIN else open(path, "rb")
 
 
 def _task(number: int, raw: bytes) -> Task:
-    try:
-        held = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 at byte {error.start}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"not JSON ({error})") from error
-    if not isinstance(held, Mapping):
+    fields = parse_json(raw)
+    if not isinstance(fields, Mapping):
         raise InputError('not a JSON object; write {"prompt": "..."}')
-    given = [kind for kind in KINDS if kind in held]
-    if len(given) != 1:
-        what = f"both {' and '.join(given)}: give one of them" if given else f"none of {', '.join(KINDS)}"
-        raise InputError(f"the object has {what}{_meant(held) if not given else ''}")
-    name = held.get("id")
+    kinds = [kind for kind in KINDS if kind in fields]
+    if len(kinds) != 1:
+        what = f"both {' and '.join(kinds)}: give one of them" if kinds else f"none of {', '.join(KINDS)}"
+        raise InputError(f"the object has {what}{_suggestion(fields) if not kinds else ''}")
+    name = fields.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise InputError(f"the id must be a string or a whole number, it is {json.dumps(name)[:40]}")
-    return Task(number, name, _prompt(given[0], held[given[0]]))
+    return Task(number, name, _prompt(kinds[0], fields[kinds[0]]))
 
 
-def _meant(held: Mapping[str, Any]) -> str:
-    """Which of its keys was probably meant to be one of ours."""
-    close = [(key, hint) for key in held if (hint := near(key, KINDS)).startswith("did you")]
+def _suggestion(fields: Mapping[str, Any]) -> str:
+    """The key that was probably meant to be one of ours."""
+    close = [(key, hint) for key in fields if (hint := near(key, KINDS)).startswith("did you")]
     return f"; {close[0][0]!r}: {close[0][1]}" if close else ""
 
 
@@ -128,48 +151,73 @@ def _prompt(kind: str, value: Any) -> Any:
     return value
 
 
+# --- output -------------------------------------------------------------------------------------
+
+
 class Keyed(Protocol):
-    """What a result is of."""
+    """Something that a result is the result of."""
 
     @property
     def key(self) -> Mapping[str, str | int]: ...
 
 
 class Results:
-    """Where results go: a file that is appended to, or stdout.
+    """A file that results are appended to, or stdout.
 
     Args:
-        names: what names a result: it has one of these fields, as its first.
+        path: the file; None for stdout.
+        names: the fields that name a result: each result has one of them, as its first field.
         needs: a field that every result has.
 
-    Raises InputError when the file cannot be written, or holds something else than results.
+    Used in a `with` block, in which no other process can write into the file. Raises InputError
+    when the file cannot be written or holds something else than results.
     """
 
     def __init__(self, path: str | None, names: Sequence[str] = ("id", "line"), needs: str = "token_ids") -> None:
-        self.path, self.names, self.needs = path, names, needs
-        self.done, self.first = set[str](), dict[str, Any]()
-        if path is None:
-            return
-        with told(path, "output file"):
-            self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`; says early whether it can be written
-            try:
-                if Path(path).is_file():
-                    self._read(Path(path))
-            except BaseException:
-                self._stream.close()
-                raise
+        self.path = path
+        self.names = names
+        self.needs = needs
+        self.done: dict[str, str | None] = {}  # key of a result -> hash of its prompt
+        self.first: dict[str, Any] = {}  # the first result
+        self._files = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.path is None:
+            return self
+        with ExitStack() as files, file_errors(self.path, "output file"):
+            # opened first: the message about a file that cannot be written is better than the lock's
+            self._stream = files.enter_context(open(self.path, "ab", buffering=0))
+            files.enter_context(locked_output(self.path))
+            if Path(self.path).is_file():
+                self._read(Path(self.path))
+            self._files = files.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
 
     def holds(self, task: Keyed) -> bool:
-        return json.dumps(task.key) in self.done
+        """Whether the result of a task is there. OptionError when it is that of another prompt."""
+        key = json.dumps(task.key)
+        made_for = self.done.get(key)
+        if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:
+            name = " ".join(f"{name} {value!r}" for name, value in task.key.items())
+            raise OptionError(f"{self.path} holds the answer to another prompt for {name}: name another --output")
+        return key in self.done
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """One result, as one line."""
+        """Append one result as one line."""
         line = (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         if self.path is None:
             sys.stdout.write(line.decode())
             sys.stdout.flush()
             return
-        with told(self.path, "output file"):
+        with file_errors(self.path, "output file"):
             before = os.fstat(self._stream.fileno()).st_size
             try:
                 while line:
@@ -178,10 +226,6 @@ class Results:
                 if Path(self.path).is_file():
                     self._stream.truncate(before)  # no half lines
                 raise
-
-    def close(self) -> None:
-        if self.path is not None:
-            self._stream.close()
 
     def _read(self, path: Path) -> None:
         """Learn what is done already; cut off half a line at the end."""
@@ -196,20 +240,36 @@ class Results:
                     self._learn(raw, "its only line" if number == 1 else "its last line")
                     self._stream.write(b"\n")
                 except EyasError:
-                    if not any(
-                        raw.startswith(begin) or begin.startswith(raw) for begin in (f'{{"{name}":'.encode() for name in self.names)
-                    ):
+                    begins = (f'{{"{name}":'.encode() for name in self.names)
+                    if not any(raw.startswith(begin) or begin.startswith(raw) for begin in begins):
                         raise
                     self._stream.truncate(end)
 
     def _learn(self, raw: bytes, where: str) -> None:
         try:
-            held = json.loads(raw)
-            key = {name: held[name] for name in self.names if name in held}
-            known = len(key) == 1 and self.needs in held
-        except (ValueError, TypeError):
-            known = False
-        if not known:
+            result = parse_json(raw)
+        except InputError:
+            result = None
+        key = {name: result[name] for name in self.names if name in result} if isinstance(result, dict) else {}
+        if len(key) != 1 or self.needs not in result:
             raise InputError(f"output file {self.path!r} holds something else than results ({where}): choose another name")
-        self.first = self.first or held
-        self.done.add(json.dumps(key))
+        self.first = self.first or result
+        made_for = result.get("prompt_sha256")
+        self.done[json.dumps(key)] = made_for if isinstance(made_for, str) else None
+
+
+def differences(there: Any, now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """How settings that are written in a file differ from those of this run, for people.
+
+    there: an object that was read; `defaults` are the values of what earlier versions did not
+    write. A setting that is in neither is not compared.
+    """
+    recorded = {**defaults, **there} if isinstance(there, Mapping) else {}
+    pairs = [(name, recorded[name], json.loads(json.dumps(value))) for name, value in now.items() if name in recorded]
+    return [f"{name} {old} there, {new} now" for name, old, new in pairs if old != new]
+
+
+def refuse(path: str | None, other: Sequence[str]) -> None:
+    """OptionError when there are differences."""
+    if other:
+        raise OptionError(f"{path} holds answers made otherwise: {'; '.join(other)}; name another file")

@@ -1,6 +1,6 @@
-"""From the flags of a command to an LLM, and from a result to the JSON that other programs read.
+"""From the options of a command to an LLM, and from a result to the JSON that other programs read.
 
-Heavy imports stand inside the functions: `--help` of a command must not wait for torch.
+Heavy imports stand inside the functions: the help of a command must not wait for torch.
 """
 
 from __future__ import annotations
@@ -10,86 +10,133 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.cli._errors import note
+from eyas.cli._options import (
+    DraftOptions,
+    LengthOptions,
+    SamplingOptions,
+    TargetOptions,
+    TemperatureOptions,
+)
+from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
 
-__all__ = ["ITSELF", "check_exact", "check_sampling", "load", "note_no_head", "quiet", "record", "sampling_of", "versions"]
+__all__ = [
+    "check_exact",
+    "load",
+    "load_target",
+    "need_packages",
+    "need_tokenizer",
+    "note_no_head",
+    "quiet",
+    "record",
+    "sampling_of",
+    "versions",
+]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
-ITSELF = {"draft": None, "method": "vanilla", "kernels": "off", "weights": "exact", "activations": "exact"}  # a target, by its own forward
 
 
 @contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """What libraries say while they load goes nowhere; warnings of eyas itself become notes."""
+    """Hide what libraries print while they load; warnings of eyas itself become notes."""
     if verbose:
         yield
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from transformers.utils import logging as speech
+        from transformers.utils import logging as library
 
-        level, bars = speech.get_verbosity(), speech.is_progress_bar_enabled()
-        speech.set_verbosity(logging.CRITICAL)
-        speech.disable_progress_bar()  # type: ignore[no-untyped-call]
+        level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+        library.set_verbosity(logging.CRITICAL)
+        library.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            speech.set_verbosity(level)
+            library.set_verbosity(level)
             if bars:
-                speech.enable_progress_bar()  # type: ignore[no-untyped-call]
+                library.enable_progress_bar()  # type: ignore[no-untyped-call]
     for warning in caught:
         if Path(warning.filename).resolve().is_relative_to(PACKAGE):
             note(str(warning.message))
 
 
-def load(given: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
-    """The LLM that the flags of MODEL name, with the method's own options."""
-    with quiet(given["verbose"]):
-        from eyas.api import load as load_llm
+def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
+    """The LLM that the options describe, with the method's own options."""
+    from eyas.api import load as load_llm
 
-        names = (
-            "target", "draft", "method", "tokenizer", "dtype", "device", "trust_remote_code", "kernels", "weights", "activations",
-            "draft_weights",
-        )  # fmt: skip
-        asked = {**options, "tree": given["tree"]} if given.get("tree") else options
-        return load_llm(**{name: given[name] for name in names if name in given}, draft_with=given.get("draft_with"), **asked)
+    arguments = {**asdict(model), **asdict(draft), **options}
+    verbose = arguments.pop("verbose")
+    if arguments["tree"] is None:
+        del arguments["tree"]
+    try:
+        with quiet(verbose):
+            return load_llm(**arguments)
+    except UnknownOptionError as error:
+        raise OptionError(f"{error}{_owners(error.option)}") from error
 
 
-def check_exact(given: Mapping[str, Any]) -> None:
-    """Features come from the target as it is: refuse what would be ignored."""
-    from eyas.errors import OptionError
-
+def check_exact(model: TargetOptions) -> None:
+    """Refuse a rounded target where features are read."""
     for name in ("weights", "activations"):
-        if given[name] != "exact":
-            raise OptionError(f"--{name} {given[name]}: features are those of the target as it is; a head serves a rounded one as well")
+        if getattr(model, name) != "exact":
+            raise OptionError(
+                f"--{name} {getattr(model, name)}: features are read from the target as it is; the head serves a rounded target as well"
+            )
 
 
-def note_no_head(llm: LLM, given: Mapping[str, Any]) -> None:
-    """Say what drafts when nothing was named that could. Said once a request was found good."""
-    if given["target"] and not given["draft"] and not given["method"]:
+def load_target(model: TargetOptions, device: str | None = None) -> LLM:
+    """The target by its own forward, with plain decoding: for reading its features."""
+    from dataclasses import replace
+
+    check_exact(model)
+    return load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
+
+
+def _owners(option: str) -> str:
+    """Which methods have an option that the one in use has not."""
+    from eyas import drafters
+    from eyas.core.options import list_options
+
+    owners = [m for m in drafters.names() if any(o.name == option for o in list_options(drafters.find(m).Options))]
+    return f"; --{option.replace('_', '-')} is an option of {', '.join(owners)}" if owners else ""
+
+
+def need_packages(command: str, extra: str, *packages: str) -> None:
+    """OptionError when a package that an extra brings is not installed."""
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise OptionError(f"eyas {command} needs {package}: pip install 'eyas[{extra}]'") from error
+
+
+def need_tokenizer(llm: LLM) -> None:
+    """InputError when the target has no tokenizer."""
+    if llm.tokenizer is None:
+        raise InputError("this target has no tokenizer: name one with --tokenizer")
+
+
+def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
+    """Tell the user what drafts when nothing was named that could. Printed once a request is valid."""
+    if model.target and not draft.draft and not draft.method:
         note(f"no --draft: the text itself drafts ({llm.method}); a draft head for this target would make it faster")
 
 
-def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LLM.request` takes of the flags of SAMPLING."""
-    from eyas.cli._options import SAMPLING_LAW
-
-    return {name: given[name] for name in (*SAMPLING_LAW, "max_new_tokens", "stop")}
-
-
-def check_sampling(given: Mapping[str, Any]) -> None:
-    """Refuse impossible values before a model is loaded for them."""
-    from eyas.cli._options import SAMPLING_LAW
+def sampling_of(*groups: SamplingOptions | TemperatureOptions | LengthOptions) -> dict[str, Any]:
+    """The keywords of `LLM.request` from groups of options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
-    Sampling(**{name: given[name] for name in SAMPLING_LAW})
+    keywords = {name: value for group in groups for name, value in asdict(group).items()}
+    Sampling(**{name: value for name, value in keywords.items() if name not in ("max_new_tokens", "stop")})
+    return keywords
 
 
 def record(llm: LLM, result: Result) -> dict[str, Any]:
@@ -122,6 +169,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    from eyas.hardware import versions as found
+    """The versions of eyas and of what a speed depends on."""
+    from eyas import hardware
 
-    return found()
+    return hardware.versions()

@@ -1,288 +1,357 @@
-"""Flags that several commands share, and the flags that methods bring with them.
+"""Options, declared once: as fields of dataclasses, with their constraints as annotations and their
+help as the docstring below the field. cyclopts reads them.
 
-A method's flags come from the fields of its `Options`: `--tree.nodes` is the field `nodes` of the field `tree`. They are collected
-from all methods of the folder when a command that takes them is run or asked for help (`eyas --help` itself imports no method), and from
-the method at the dotted path after `--method`, if there is one. Whether a method has the flags that were given is for `build_options` to
-say.
+    TargetOptions, DraftOptions, ...     groups of options that several commands share
+    MethodOptions                        stands for the options of the methods: `--tree.nodes` is the
+                                         field `nodes` of the field `tree` of a method's `Options`
+    TrainingOptions                      stands for the fields of `TrainConfig`
+
+The last two are replaced by dataclasses that are made when the command is known (`placeholders`),
+because the options depend on --method and because reading them imports torch. A command then gets
+a mapping that holds only the options which the user gave.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass
 from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-import rich_click as click
-from rich.markup import escape
+from cyclopts import Group, Parameter, Token
+from cyclopts.validators import Number
+
+from eyas.core.options import field_docstrings
+from eyas.errors import OptionError
 
 __all__ = [
-    "DRAFT_WEIGHTS",
-    "LAW",
-    "LAW_BASE",
+    "AS_JSON",
+    "DATA",
+    "HUB",
+    "MACHINE",
+    "METHOD",
     "MODEL",
-    "MODEL_BASE",
+    "OUTPUT",
+    "POSITIVE",
+    "PROMPT",
     "SAMPLING",
-    "SAMPLING_LAW",
-    "TRAINING",
-    "TREE",
-    "VERBOSE",
-    "Command",
-    "Flag",
-    "MethodCommand",
-    "examples",
-    "field_option",
-    "flags_of",
-    "method_options",
-    "option",
-    "read_value",
-    "stack",
+    "STDIN",
+    "BenchMethodOptions",
+    "DraftOptions",
+    "LengthOptions",
+    "MethodOptions",
+    "SamplingOptions",
+    "TargetOptions",
+    "TemperatureOptions",
+    "TrainMethodOptions",
+    "TrainingOptions",
+    "metavar",
+    "option_group",
+    "parse_option",
+    "placeholders",
 ]
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Decorator = Callable[[Any], Any]
-
-_OUTSIDE = "eyas.cli.outside_method"  # key of Context.meta: the dotted path after --method
+Options = TypeVar("Options")
 
 
-def stack(*decorators: Decorator) -> Callable[[Decorated], Decorated]:
-    """Several decorators as one; their options appear in this order."""
-
-    def decorate(function: Decorated) -> Decorated:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
-
-
-def examples(*lines: tuple[str, str], more: tuple[str, ...] = ()) -> str:
-    """The end of a help page: commands with what they are for, then lines of markup. (rich-click joins lines that no blank line parts.)"""
-    shown = [f"[cyan]{escape(line)}[/]  [dim]{what}[/]" for line, what in lines]
-    return "\n\n".join(["[bold]Examples[/]", *shown, *([" ", *more] if more else [])])
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def option_group(kind: type[Options]) -> type[Options]:
+    """A frozen dataclass whose fields are options; the docstring below a field is its help."""
+    kind = dataclass(frozen=True, kw_only=True)(kind)
+    described = field_docstrings(kind)
+    for name, annotation in get_type_hints(kind, include_extras=True).items():
+        default = getattr(kind, name, None)
+        shown = default is not None and default is not False and default != ()
+        text = Parameter(help=described[name]) if name in described else Parameter()
+        kind.__annotations__[name] = Annotated[annotation, Parameter(show_default=shown), text]
+    return Parameter(name="*")(kind)
 
 
-def option(panel: str, *names: str, **settings: Any) -> Decorator:
-    """A click option in a panel of the help page; a default is shown there."""
-    return click.option(*names, panel=panel, show_default="default" in settings, **settings)
+STDIN = "\N{SYMBOL FOR START OF TEXT}"  # stands for the argument `-`, which would be an option otherwise
 
 
-VERBOSE = option("Machine", "--verbose", is_flag=True, help="Show what the libraries below say while they load.")
+def _panel(name: str, order: int) -> Parameter:
+    """A panel of the help page; panels have the same order on every page."""
+    return Parameter(group=Group(name, sort_key=order))
 
-TREE = option(
-    "Method", "--tree", type=click.Choice(["auto", "fixed"]), metavar="auto|fixed",
-    help="auto: drafts as large as pays on this machine, or none; fixed: as the options below say. Default: auto, unless one is given.",
-)  # fmt: skip
 
-MODEL_BASE = stack(
-    option("Model", "--target", metavar="PATH|HUB", help="The model: a folder or a hub id. Default: the embedded model."),
-    option("Model", "--tokenizer", metavar="PATH|HUB", help="Where it is not in the target's folder."),
-    option("Model", "--trust-remote-code", is_flag=True, help="Run Python code that comes with the target."),
-    option(
-        "Machine", "--dtype", default="auto", metavar="NAME", help="float32, bfloat16, float16; auto: float32 on a CPU, else as stored."
+PROMPT = _panel("Prompt", 1)
+MODEL = _panel("Model", 2)
+METHOD = _panel("Method", 3)
+DATA = _panel("Data", 4)
+TRAINING = _panel("Training", 5)
+SAMPLING = _panel("Sampling", 6)
+OUTPUT = _panel("Output", 7)
+MACHINE = _panel("Machine", 8)
+
+
+def metavar(name: str) -> Parameter:
+    """What stands for the value of an option in help."""
+    return Parameter(metavar=name)
+
+
+HUB = metavar("PATH|HUB")
+POSITIVE = Parameter(validator=Number(gte=1))
+AS_JSON = Annotated[bool, OUTPUT, Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
+VERBOSE = Annotated[bool, MACHINE, Parameter(help="Show what the libraries below print while they load.")]
+TREE = Annotated[
+    Literal["auto", "fixed"] | None,
+    METHOD,
+    Parameter(
+        help="auto: draft as much as pays on this machine, or nothing. fixed: use the tree options as they are. "
+        "Default: auto, unless a tree option is given."
     ),
-    option("Machine", "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, ..."),
-    option(
-        "Machine",
-        "--kernels",
-        type=click.Choice(["auto", "on", "compile", "off"]),
-        default="auto",
-        help="On a CPU compiled kernels: where they know the model; on: say it where they do not; off: its own forward. On a GPU on: CUDA "
-        "graphs; compile: with layers by torch.compile.",
-    ),
-    option(
-        "Machine",
-        "--weights",
-        type=click.Choice(["exact", "bfloat16", "int8", "int4"]),
-        default="exact",
-        help="Of the target: as they are; bfloat16, int8, int4: rounded, by the kernels: another target, faster if these are fewer bytes.",
-    ),
-    option(
-        "Machine",
-        "--activations",
-        type=click.Choice(["exact", "bfloat16", "int16", "int8"]),
-        default="exact",
-        help="What weights are multiplied by: as exact as float32, or rounded: larger trees pay, and another target. bfloat16 for weights "
-        "kept so, int16 and int8 for int8 and int4.",
-    ),
-    VERBOSE,
-)
-
-DRAFT_WEIGHTS = option(
-    "Machine",
-    "--draft-weights",
-    type=click.Choice(["exact", "fp8", "int4"]),
-    default="exact",
-    help="Of the head; fp8: rounded, on GPUs that multiply it; int4: by the kernels. The text stays the same.",
-)
-
-MODEL = stack(
-    MODEL_BASE,
-    DRAFT_WEIGHTS,
-    option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
-    option(
-        "Model", "--method", metavar="NAME", help="How to draft: `eyas methods`. Default: the best for this head; without a head suffix."
-    ),
-    option("Model", "--draft-with", metavar="NAME", help="A second method, without a head; both draft in every cycle: suffix, ..."),
-    TREE,
-)
-
-LAW_BASE = stack(
-    option("Sampling", "--top-k", type=int, default=0, help="Only the k most probable tokens; 0: all."),
-    option("Sampling", "--top-p", type=float, default=1.0, help="Only the most probable tokens that hold this mass."),
-    option("Sampling", "--min-p", type=float, default=0.0, help="Only tokens of at least this share of the best one's."),
-    option("Sampling", "--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
-    option("Sampling", "--seed", type=int, default=0, help="Same seed, same text."),
-)
-
-LAW = stack(
-    option("Sampling", "--temperature", type=float, default=0.0, help="0: always the most probable token."),
-    LAW_BASE,
-)
-
-SAMPLING = stack(
-    option("Sampling", "--max-new-tokens", type=int, metavar="N", help="Default: 256, or what fits the context."),
-    LAW,
-    option("Sampling", "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
-)
-SAMPLING_LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+]
 
 
-PANELS = ("Prompt", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine", "Options")
+@option_group
+class TargetOptions:
+    """The target model and how it runs."""
+
+    target: Annotated[str | None, MODEL, HUB] = None
+    """The target model: a folder or a hub id. Default: the embedded model."""
+    tokenizer: Annotated[str | None, MODEL, HUB] = None
+    """The tokenizer, when it is not in the target's folder."""
+    trust_remote_code: Annotated[bool, MODEL] = False
+    """Run Python code that comes with the target."""
+    dtype: Annotated[str, MACHINE, metavar("NAME")] = "auto"
+    """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere."""
+    device: Annotated[str, MACHINE, metavar("NAME")] = "auto"
+    """cpu, cuda, cuda:1, ..."""
+    kernels: Annotated[Literal["auto", "on", "compile", "off"], MACHINE] = "auto"
+    """On a CPU: compiled kernels where they support the model (auto), with a note where they do not
+    (on), or never (off). On a GPU: CUDA graphs (on), also with torch.compile (compile)."""
+    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], MACHINE] = "exact"
+    """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
+    Needs the compiled kernels."""
+    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], MACHINE] = "exact"
+    """Round the inputs of matrix products as well: bfloat16 with weights kept so, int16 or int8 with
+    int8 and int4 weights."""
+    verbose: VERBOSE = False
 
 
-class Command(click.RichCommand):
-    """A command whose help shows the panels in one order everywhere."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.panels = [click.RichOptionPanel(name) for name in PANELS]
-
-
-# How the help of fields begins that mean nothing where a trained head is only used.
-TRAINING, NEW_HEADS = "training only", "new heads only"
+DRAFT_WEIGHTS = Annotated[
+    Literal["exact", "fp8", "int4"],
+    MACHINE,
+    Parameter(help="Round the draft head's weights: fp8 on GPUs that multiply it, int4 by the compiled kernels. The text stays the same."),
+]
 
 
-class MethodCommand(Command):
-    """A command that takes the flags of every method, but for those that would be ignored there: `without`, beginnings of their help."""
+@option_group
+class DraftOptions:
+    """The draft head and the method."""
 
-    def __init__(self, *args: Any, without: tuple[str, ...] = (TRAINING, NEW_HEADS), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.without = without
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        own = super().get_params(ctx)
-        taken = [flag for flag in _method_flags(ctx.meta.get(_OUTSIDE)) if not str(flag.help).startswith(self.without)]
-        return [*own[:-1], *taken, *own[-1:]]  # --help stays the last
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        name = _value_of("--method", args)
-        if name and "." in name:
-            ctx.meta[_OUTSIDE] = name
-        return super().parse_args(ctx, args)
+    draft: Annotated[str | None, MODEL, HUB] = None
+    """The draft head: a folder or a hub id."""
+    method: Annotated[str | None, METHOD, metavar("NAME")] = None
+    """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
+    head, suffix."""
+    draft_with: Annotated[str | None, METHOD, metavar("NAME")] = None
+    """A second method, one without a head, such as suffix: both draft in every cycle."""
+    tree: TREE = None
+    draft_weights: DRAFT_WEIGHTS = "exact"
 
 
-def method_options(ctx: click.Context) -> dict[str, Any]:
-    """The method's options that were given, by their dotted names."""
-    return dict(ctx.meta.get("Method", {}))
+@option_group
+class TemperatureOptions:
+    """The temperature, where a command takes one."""
+
+    temperature: Annotated[float, SAMPLING] = 0.0
+    """0: always the most probable token."""
 
 
-def _value_of(option: str, args: list[str]) -> str | None:
-    for i, argument in enumerate(args):
-        if argument == option and i + 1 < len(args):
-            return args[i + 1]
-        if argument.startswith(option + "="):
-            return argument.partition("=")[2]
+@option_group
+class SamplingOptions:
+    """How tokens are sampled from the target's distribution; see `eyas.Sampling`."""
+
+    top_k: Annotated[int, SAMPLING] = 0
+    """Sample from the k most probable tokens; 0: from all."""
+    top_p: Annotated[float, SAMPLING] = 1.0
+    """Sample from the most probable tokens that together have this probability."""
+    min_p: Annotated[float, SAMPLING] = 0.0
+    """Sample from tokens of at least this share of the best token's probability."""
+    repetition_penalty: Annotated[float, SAMPLING] = 1.0
+    """Above 1: repeat less."""
+    seed: Annotated[int, SAMPLING] = 0
+    """The same seed gives the same text."""
+
+
+@option_group
+class LengthOptions:
+    """Where an answer ends."""
+
+    max_new_tokens: Annotated[int | None, SAMPLING, metavar("N")] = None
+    """Tokens of an answer, at most. Default: 256, or what fits the context."""
+    stop: Annotated[tuple[str, ...], SAMPLING, metavar("TEXT")] = ()
+    """End before this text; may be given several times."""
+
+
+# --- options that depend on the method ----------------------------------------------------------
+
+
+class MethodOptions(dict[str, Any]):
+    """The method options that were given, by dotted name, where a trained head is used."""
+
+    uses: frozenset[str] = frozenset()
+
+
+class BenchMethodOptions(MethodOptions):
+    """Those of a bench, which may make new heads with random weights."""
+
+    uses = frozenset({"new heads only"})
+
+
+class TrainMethodOptions(MethodOptions):
+    """Those of a training."""
+
+    uses = frozenset({"new heads only", "training only"})
+
+
+class TrainingOptions(dict[str, Any]):
+    """The fields of TrainConfig that were given."""
+
+
+def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
+    """The dataclass that an annotation of a command stands for; None for an ordinary annotation.
+
+    A help page shows the options of the methods that --method names, or of all of them with
+    --help-all. A command that runs takes the options of every method: which method runs may
+    follow from the head.
+    """
+    if not isinstance(annotation, type):
+        return None
+    if issubclass(annotation, TrainingOptions):
+        return _config_class()
+    if not issubclass(annotation, MethodOptions):
+        return None
+    named = tuple(name for name in (_value_of("--method", tokens) or "").split(",") if name)
+    if wants_help and not named and "--help-all" not in tokens:
+        return _options_class((), METHOD)
+    return _method_class(annotation.uses, named, wants_help and bool(named))
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The options that were given, by dotted name, from an instance of a placeholder's dataclass."""
+    if options is None:
+        return {}
+    values = {field.metadata["option"]: getattr(options, field.name) for field in fields(options)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _value_of(option: str, tokens: Sequence[str]) -> str | None:
+    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
+        if token == option:
+            return following
+        if token.startswith(option + "="):
+            return token.partition("=")[2]
     return None
 
 
 @functools.cache
-def _method_flags(outside: str | None) -> tuple[click.RichOption, ...]:
-    """One click option for each name that any method has. The same objects at every call: click compares them."""
+def _method_class(uses: frozenset[str], named: tuple[str, ...], only_named: bool) -> type:
+    """A dataclass with the options of the methods, those at dotted paths after --method included."""
     from eyas import drafters
+    from eyas.core.options import Option, list_options
 
-    found: dict[str, dict[str, Flag]] = {}
-    for method in [*drafters.names(), *([outside] if outside else [])]:
-        for flag in flags_of(drafters.find(method).Options):
-            found.setdefault(flag.name, {})[method] = flag
-    options = []
-    for by_method in found.values():
-        by_default: dict[str, list[str]] = {}
-        for method, flag in by_method.items():
-            by_default.setdefault(flag.shown, []).append(method)
-        where = "; ".join(f"{', '.join(methods)}: {default}" for default, methods in by_default.items())
-        explained = next((flag.help for flag in by_method.values() if flag.help), "")
-        options.append(field_option(next(iter(by_method.values())), "Method", f"{explained} [{where}]"))
-    return tuple(options)
+    outside = [name for name in named if "." in name]
+    methods = named if only_named else [*drafters.names(), *outside]
+    by_name: dict[str, dict[str, Option]] = {}
+    for method in methods:
+        for option in list_options(drafters.find(method).Options):
+            if not option.use or option.use in uses:
+                by_name.setdefault(option.name, {})[method] = option
+    return _options_class(map(_merged, by_name.values()), METHOD)
 
 
-# --- fields of a dataclass as options --------------------------------------------------------------------------------------------------
+def _merged(by_method: Mapping[str, Any]) -> Any:
+    """An option of several methods as one: its help lists the defaults that differ."""
+    from dataclasses import replace
+
+    option = next((o for o in by_method.values() if o.help), next(iter(by_method.values())))
+    by_default: dict[str, list[str]] = {}
+    for method, one in by_method.items():
+        by_default.setdefault(one.shown_default, []).append(method)
+    defaults = "; ".join(f"{', '.join(methods)}: {default}" for default, methods in by_default.items())
+    if len(by_method) == 1:
+        defaults = option.shown_default
+    return replace(
+        option,
+        help=f"{option.use.capitalize()}{': ' * bool(option.use)}{option.help} [default: {defaults}]",
+    )
 
 
-class Flag(NamedTuple):
-    """A field of an options dataclass, or of a dataclass in it."""
+@functools.cache
+def _config_class() -> type:
+    """A dataclass with the options of a training."""
+    from dataclasses import replace
 
-    name: str  # dotted
-    default: Any
-    annotation: Any
-    help: str
-
-    @property
-    def shown(self) -> str:
-        """Its default, for people."""
-        value = self.default
-        return "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def flags_of(kind: type) -> Iterator[Flag]:
-    """Every field, with the help that stands below it."""
     from eyas.core.options import list_options
+    from eyas.train.config import TrainConfig
 
-    for option in list_options(kind):
-        yield Flag(option.name, option.default, option.annotation, f"{option.use}: {option.help}" if option.use else option.help)
-
-
-def field_option(flag: Flag, panel: str, said: str) -> click.RichOption:
-    """A click option that puts what is given into `ctx.meta[panel]`, by the flag's name; nothing when it is not given."""
-
-    def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value is not None:
-            ctx.meta.setdefault(panel, {})[flag.name] = value
-
-    kind, metavar = _click_type(flag.annotation)
-    return click.RichOption(
-        [f"--{flag.name.replace('_', '-')}", re.sub(r"\W", "__", flag.name)],
-        type=kind, metavar=metavar, callback=keep, expose_value=False, help=escape(said.strip()), panel=panel,
-    )  # fmt: skip
+    shown = (replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(TrainConfig))
+    return _options_class(shown, TRAINING, flags=True)
 
 
-def read_value(flag: Flag, text: str) -> Any:
-    """A flag's value from its text; click's BadParameter when it is none."""
-    kind, _ = _click_type(flag.annotation)
-    return kind.convert(text, None, None)
+def _options_class(options: Iterable[Any], panel: Parameter, flags: bool = False) -> type:
+    """A dataclass for cyclopts with a field for each option, None when the option is not given.
+
+    flags: an option of type bool takes no value.
+    """
+    from dataclasses import field
+
+    declared = []
+    for option in options:
+        flag = flags and option.annotation is bool
+        name = Parameter(
+            name=f"--{option.name.replace('_', '-')}",
+            help=_escaped(option.help),
+            show_default=False,
+        )
+        shape = Parameter() if flag else Parameter(n_tokens=1)
+        annotation: Any = Annotated[_value_type(option.annotation) | None, panel, name, shape]
+        declared.append(
+            (
+                re.sub(r"\W", "__", option.name),
+                annotation,
+                field(default=None, metadata={"option": option.name}),
+            )
+        )
+    made = make_dataclass("Options", declared, frozen=True, kw_only=True)
+    made.__module__ = __name__
+    return Parameter(name="*")(made)
 
 
-def _click_type(annotation: Any) -> tuple[Any, str | None]:
-    """How a value of this annotation is read from the command line, and how it is shown."""
+def _escaped(text: str) -> str:
+    """Text without markup of the help page."""
+    return text.replace("[", r"\[")
+
+
+def _value_type(annotation: Any) -> Any:
+    """The type by which cyclopts reads an option's value."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
-    if get_origin(annotation) in (Union, UnionType) and parts:
-        return _click_type(parts[0])
-    if get_origin(annotation) is Literal:
-        return click.Choice([str(part) for part in parts]), None
-    if get_origin(annotation) is tuple:
-        return _Numbers(), ",".join("N" * max(2, len(parts)))
-    plain: dict[Any, Any] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
-    return plain.get(annotation, click.STRING), None
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType) and parts:
+        return _value_type(parts[0])
+    if origin is tuple:
+        return Annotated[tuple[float, ...], Parameter(n_tokens=1, converter=_numbers, metavar="N,N")]
+    return annotation if annotation in (int, float, bool) or origin is Literal else str
 
 
-class _Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Numbers separated by commas."""
+def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in tokens[0].value.split(","))
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is no list of numbers separated by commas") from None
 
-    name = "numbers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        try:
-            return tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers separated by commas", param, ctx)
+def parse_option(option: Any, text: str) -> Any:
+    """The value of an `eyas.core.options.Option` from its text. OptionError when it has none."""
+    from cyclopts import CycloptsError, convert
+
+    kind = _value_type(option.annotation)
+    try:
+        return _numbers(kind, [Token(value=text)]) if get_origin(option.annotation) is tuple else convert(kind, [text])
+    except (CycloptsError, ValueError) as error:
+        raise OptionError(f"{option.name}: {error}") from error

@@ -1,86 +1,58 @@
-"""Answers as they come: adding up the pieces of a stream, and which characters of them were drafted."""
+"""Streamed answers, added up and colored; progress bars and tables on the terminal."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eyas.api import LLM, Piece, Result
+    from rich.progress import Task
+    from rich.text import Text
 
-__all__ = ["Painter", "Tally", "summary"]
+    from eyas.api import LLM, Piece, Result, Stream
+
+__all__ = ["Painter", "TimedStream", "print_table", "progress_bar", "summary"]
 
 
-class Tally:
-    """Hands on the pieces of an answer and adds them up; its clock runs only while the decoder works, not while its text is shown."""
+class TimedStream:
+    """Passes the pieces of a streamed answer on and measures the time that decoding them takes.
 
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        self._pieces = pieces
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.accepted: list[int] = []
-        self.finish_reason: str | None = None
+    Its clock stands while the text is shown, or while another stream is read.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
         self.seconds = 0.0
-        self.prefill_seconds = 0.0  # known only of answers that `of` decodes: a stream does not say it
-        self.decided: list[str] = []  # likewise
+        self.finish_reason = "interrupted"
 
-    @classmethod
-    def of(cls, llm: LLM, prompt: str | Sequence[int], **keywords: Any) -> Tally:
-        """Of a prompt; keywords as for LLM.generate."""
-        tally = cls(iter(()))
-        tally._pieces = tally._decode(llm, prompt, keywords)
-        return tally
-
-    def _decode(self, llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any]) -> Iterator[Piece]:
-        from eyas.adaptive.dormant import adapted
-        from eyas.api import Piece
-        from eyas.core.engine import Decoder
-
-        request, reader = llm.request(prompt, **keywords)
-        decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy))
-        decoder.add(request)
-        while not decoder.finished:
-            for step in decoder.step():
-                if step.prefill:
-                    self.prefill_seconds = step.seconds
-                else:
-                    self.decided.append(step.plan)
-                yield Piece(reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
-
-    def __iter__(self) -> Tally:
+    def __iter__(self) -> TimedStream:
         return self
 
     def __next__(self) -> Piece:
         began = time.perf_counter()
         try:
-            piece = next(self._pieces)
+            piece = next(self.stream)
         finally:
             self.seconds += time.perf_counter() - began
-        if self.token_ids:  # the first piece is the prompt's own token
-            self.accepted.append(piece.accepted)
-        self.text.append(piece.text)
-        self.token_ids += piece.token_ids
-        self.finish_reason = piece.finish_reason
+        self.finish_reason = piece.finish_reason or "interrupted"
         return piece
 
-    def result(self, otherwise: str = "interrupted") -> Result:
-        """What came so far; `otherwise` is the reason of a stream that was not read to its end."""
-        from eyas.api import Result, Stats
-
-        emitted = max(0, len(self.token_ids) - 1)
-        stats = Stats(
-            len(self.accepted), tuple(self.accepted), self.seconds, self.prefill_seconds, tokens=emitted, decisions=Counter(self.decided)
-        )
-        return Result("".join(self.text), tuple(self.token_ids), self.finish_reason or otherwise, stats)
+    def result(self) -> Result:
+        """The answer so far; one that was not read to its end has the finish reason "interrupted"."""
+        result = self.stream.result()
+        return replace(result, finish_reason=self.finish_reason, stats=replace(result.stats, seconds=self.seconds))
 
 
 class Painter:
-    """Splits the text of pieces into what was drafted and what was not.
+    """Splits the text of pieces into drafted and other text.
 
-    A piece's text may come later than its tokens (characters that were incomplete, the beginning of a stop string): the texts of the tokens
-    wait in a line, each with its mark, and the text of the pieces is matched against them from the left.
+    A piece's text may come later than its tokens (incomplete characters, the beginning of a stop
+    string): the texts of the tokens wait in a queue, each with its mark, and the text of the
+    pieces is matched against them from the left.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -90,21 +62,22 @@ class Painter:
         self._waiting: deque[tuple[str, bool]] = deque()
 
     def split(self, piece: Piece) -> list[tuple[str, bool]]:
-        """(text, drafted) in order; the texts together are the piece's own."""
+        """(text, drafted) in order; the texts together are the piece's text."""
         if self._detokeniser is None:
             return []
         for i, token in enumerate(piece.token_ids):
             self._waiting.append((self._detokeniser.feed(token), i < piece.accepted))
-        spans, left = list[tuple[str, bool]](), piece.text
-        while left and self._waiting:
+        spans = list[tuple[str, bool]]()
+        rest = piece.text
+        while rest and self._waiting:
             text, drafted = self._waiting.popleft()
-            if len(text) > len(left):
-                self._waiting.appendleft((text[len(left) :], drafted))
-                text = text[: len(left)]
+            if len(text) > len(rest):
+                self._waiting.appendleft((text[len(rest) :], drafted))
+                text = text[: len(rest)]
             if text:
-                spans.append((left[: len(text)], drafted))
-            left = left[len(text) :]
-        return [*spans, (left, False)] if left else spans  # what was held back to the very end belongs to no token
+                spans.append((rest[: len(text)], drafted))
+            rest = rest[len(text) :]
+        return [*spans, (rest, False)] if rest else spans  # text that was held back to the very end
 
 
 def summary(llm: LLM, result: Result) -> str:
@@ -113,3 +86,71 @@ def summary(llm: LLM, result: Result) -> str:
     speed = f" in {stats.seconds:.2f} s ({tokens / stats.seconds:.1f} tokens/s)" if stats.seconds else ""
     end = {"length": ", cut at the length asked for", "interrupted": ", interrupted"}.get(result.finish_reason, "")
     return f"{tokens} token{'s' * (tokens != 1)}{speed}, tau {stats.tau:.2f}, {llm.method}{end}"
+
+
+def _count(task: Task) -> str:
+    return f"{int(task.completed):,}/{int(task.total or 0):,}"
+
+
+@contextmanager
+def progress_bar(title: str, total: int, unit: str = "", hidden: bool = False) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on stderr, where that is a terminal.
+
+    unit: what is counted; shown per second instead of as a count.
+    Yields a function (completed now, text to show beside the bar).
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class CountColumn(TaskProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_count(task))
+
+    console = Console(stderr=True)
+    count = TaskProgressColumn() if unit else CountColumn()
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        count,
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    began = time.monotonic()
+    done = 0
+    with Progress(*columns, console=console, disable=hidden or not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+
+        def advance(amount: int, text: str = "") -> None:
+            nonlocal done
+            done += amount
+            if unit:
+                text = f"{done / max(1e-9, time.monotonic() - began):,.0f} {unit}/s"
+            progress.update(task, advance=amount, description=text)
+
+        yield advance
+
+
+def print_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+    bold: int | None = None,
+) -> None:
+    """Print a table on stdout; `bold` is the number of a row to stress. Narrow terminals fold the cells."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold green" if number == bold else "")
+    Console(highlight=False).print(table)

@@ -4,102 +4,130 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
-import rich_click as click
-
-from eyas.cli._errors import note, problem
-from eyas.cli._load import check_sampling, load, note_no_head, sampling_of
-from eyas.cli._options import MODEL, SAMPLING, MethodCommand, examples, method_options, option, stack
-from eyas.cli._show import Painter, Tally, summary
+from eyas.cli._errors import GREEN, colored, note, problem
+from eyas.cli._load import load, note_no_head, sampling_of
+from eyas.cli._options import (
+    OUTPUT,
+    PROMPT,
+    DraftOptions,
+    LengthOptions,
+    MethodOptions,
+    SamplingOptions,
+    TargetOptions,
+    TemperatureOptions,
+    metavar,
+    option_group,
+)
+from eyas.cli._show import Painter, TimedStream, summary
 from eyas.errors import EyasError, InputError, near
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from eyas.api import LLM, Piece
+    from eyas.api import LLM
 
 __all__ = ["command"]
 
-EXAMPLES = examples(
+GROUP = "Answers"
+EXAMPLES = (
     ("eyas chat", "with the embedded model"),
-    ("eyas chat --color-accepted", "what was drafted is green"),
+    ("eyas chat --color-accepted", "drafted text is green"),
     ("eyas chat --target MODEL --draft HEAD --system 'Be brief.'", "with a model of yours"),
-    more=("In the conversation: /help, /reset, /exit. Ctrl-C stops an answer, Ctrl-D ends the conversation.",),
 )
-COMMANDS = {"/help": "what can be said here", "/reset": "forget the conversation", "/exit": "end it (so does Ctrl-D)"}
+NOTES = ("In the conversation: /help, /reset, /exit. Ctrl-C stops an answer, Ctrl-D ends the conversation.",)
+CHAT_COMMANDS = {
+    "/help": "list these commands",
+    "/reset": "forget the conversation",
+    "/exit": "end it (so does Ctrl-D)",
+}
 
 
-@click.command("chat", cls=MethodCommand, epilog=EXAMPLES, panel="Answers")
-@stack(
-    option("Prompt", "--system", metavar="TEXT", help="A system message."),
-    option("Output", "--color-accepted", is_flag=True, help="Show what was drafted in green."),
-    SAMPLING,
-    MODEL,
-)
-@click.pass_context
-def command(ctx: click.RichContext, /, **given: Any) -> int:
+@option_group
+class ChatOptions:
+    """How the conversation begins and looks."""
+
+    system: Annotated[str | None, PROMPT, metavar("TEXT")] = None
+    """A system message."""
+    color_accepted: Annotated[bool, OUTPUT] = False
+    """Show drafted text in green."""
+
+
+def command(
+    *,
+    chat: ChatOptions,
+    length: LengthOptions,
+    temperature: TemperatureOptions,
+    sampling: SamplingOptions,
+    model: TargetOptions,
+    draft: DraftOptions,
+    options: MethodOptions,
+) -> int:
     """Talk with a model."""
-    check_sampling(given)
-    llm = load(given, method_options(ctx))
+    keywords = sampling_of(length, temperature, sampling)
+    llm = load(model, draft, options)
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
         raise InputError("this target has no chat template: use eyas generate")
-    note_no_head(llm, given)
-    return _Talk(llm, given).run()
+    note_no_head(llm, model, draft)
+    return _Conversation(llm, chat, keywords).run()
 
 
-class _Talk:
-    """One conversation."""
+class _Conversation:
+    """A conversation with its user."""
 
-    def __init__(self, llm: LLM, given: dict[str, Any]) -> None:
-        self.llm, self.given = llm, given
-        self.live = sys.stdin.isatty()
+    def __init__(self, llm: LLM, options: ChatOptions, keywords: dict[str, Any]) -> None:
+        self.llm = llm
+        self.options = options
+        self.keywords = keywords
+        self.interactive = sys.stdin.isatty()
         self.failed = False
-        self._new()
+        self.reset()
 
-    def _new(self) -> None:
-        self.chat = self.llm.chat(self.given["system"], **sampling_of(self.given))
+    def reset(self) -> None:
+        self.chat = self.llm.chat(self.options.system, **self.keywords)
 
     def run(self) -> int:
-        """Until the user leaves; the exit status: 2 when a turn of a piped conversation failed."""
-        if self.live:
-            note(f"{self.llm.target.name} with {self.llm.method}; /help says what can be done, Ctrl-D ends")
+        """Answer until the user leaves; returns the exit status: 2 when a turn of a piped conversation failed."""
+        if self.interactive:
+            note(f"{self.llm.target.name} with {self.llm.method}; /help lists commands, Ctrl-D ends")
             with suppress(ImportError):
                 import readline  # noqa: F401 - input() then has a history
         for line in self._lines():
             if line == "/exit":
                 break
             self._turn(line)
-        return 2 if self.failed and not self.live else 0
+        return 2 if self.failed and not self.interactive else 0
 
     def _lines(self) -> Iterator[str]:
-        """What the user says. Ctrl-C at the prompt begins the line again."""
+        """The user's lines. Ctrl-C at the prompt begins the line again."""
         while True:
             try:
-                line = input("you> ") if self.live else sys.stdin.readline()
+                line = input("you> ") if self.interactive else sys.stdin.readline()
             except EOFError:
-                click.echo(err=True)
+                print(file=sys.stderr)
                 return
             except KeyboardInterrupt:
-                if not self.live:
+                if not self.interactive:
                     raise
-                click.echo(err=True)
+                print(file=sys.stderr)
                 continue
-            if not line and not self.live:
+            if not line and not self.interactive:
                 return
             if line.strip():
                 yield line.strip()
 
     def _turn(self, line: str) -> None:
         if line == "/reset":
-            self._new()
+            self.reset()
             note("the conversation is forgotten")
         elif line == "/help":
-            note(";  ".join(f"{name}: {what}" for name, what in COMMANDS.items()) + ";  Ctrl-C stops an answer")
+            commands = [f"{name}: {purpose}" for name, purpose in CHAT_COMMANDS.items()]
+            note(";  ".join([*commands, "Ctrl-C stops an answer"]))
         elif line.startswith("/") and " " not in line:
-            problem(f"unknown command {line!r}; {near(line, COMMANDS)}")
+            problem(f"unknown command {line!r}; {near(line, CHAT_COMMANDS)}")
             self.failed = True
         else:
             self._answer(line)
@@ -107,29 +135,27 @@ class _Talk:
     def _answer(self, line: str) -> None:
         before = len(self.chat.messages)
         try:
-            stream = cast("Generator[Piece, None, None]", self.chat.stream(line))
-            with _stop_flag() as stopped, closing(stream) as pieces:
-                tally, painter = Tally(pieces), Painter(self.llm)
-                for piece in tally:
-                    self._show(painter.split(piece))
+            with _stop_flag() as stopped, closing(self.chat.stream(line)) as pieces:
+                stream = TimedStream(pieces)
+                painter = Painter(self.llm)
+                for piece in stream:
+                    for text, drafted in painter.split(piece):
+                        green = drafted and self.options.color_accepted
+                        print(colored(text, GREEN) if green else text, end="")
+                    sys.stdout.flush()
                     if stopped():
                         break
-            click.echo()
-            note(summary(self.llm, tally.result()))
+            print(flush=True)
+            note(summary(self.llm, stream.result()))
         except EyasError as error:
             del self.chat.messages[before:]
             problem(f"{error}{'; /reset begins anew' if before else ''}")
             self.failed = True
 
-    def _show(self, spans: list[tuple[str, bool]]) -> None:
-        for text, drafted in spans:
-            click.echo(click.style(text, fg="green") if drafted and self.given["color_accepted"] else text, nl=False)
-        sys.stdout.flush()
-
 
 @contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C is only remembered, so that a cycle is never cut in two; the second one interrupts."""
+    """Remember the first Ctrl-C, so that a cycle is never cut in two; the second one interrupts."""
     pressed = list[bool]()
 
     def remember(number: int, frame: FrameType | None) -> None:

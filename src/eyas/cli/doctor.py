@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import rich_click as click
-
 from eyas.cli._load import quiet, versions
-from eyas.cli._options import Command, option
+from eyas.cli._options import AS_JSON
+from eyas.files import sha256_of_file
 
 __all__ = ["CHECKSUMS", "command", "digests"]
 
+GROUP = "Information"
 CHECKSUMS = "checksums.json"  # in tiny.FOLDER: {"path in the folder": "sha256 in hex"}
 CPU_FLAGS = {
     "avx2": "AVX2",
@@ -25,6 +25,7 @@ CPU_FLAGS = {
     "amx_int8": "AMX int8",
 }
 SELF_TEST_TOKENS = 16
+MARKS = {True: "[green] ok [/]", False: "[red]FAIL[/]", None: "    "}
 
 
 class Finding(NamedTuple):
@@ -35,47 +36,49 @@ class Finding(NamedTuple):
     what: str
 
 
-@click.command("doctor", cls=Command, panel="What is here")
-@option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout.")
-def command(as_json: bool) -> int:
+def command(*, as_json: AS_JSON = False) -> int:
     """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
     machine = {"cpu": _cpu(), "gpus": _gpus(), "memory": _memory()}
+    fast_paths = _fast_paths()
     findings = [*_requirements(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
     if as_json:
         checks = [finding._asdict() for finding in findings]
-        report = {"ok": not broken, "versions": versions(), **machine, "fast_paths": _fast_paths(), "checks": checks, "problems": broken}
-        click.echo(json.dumps(report))
+        report = {"ok": not broken, "versions": versions(), **machine, "fast_paths": fast_paths}
+        print(json.dumps({**report, "checks": checks, "problems": broken}))
     else:
-        _print(machine, findings, broken)
+        _print([*_described(machine, fast_paths), *findings], len(broken))
     return 1 if broken else 0
 
 
-def _print(machine: dict[str, Any], findings: list[Finding], broken: list[str]) -> None:
+def _described(machine: dict[str, Any], fast_paths: dict[str, str]) -> Iterator[Finding]:
+    """The machine as lines of the report."""
+    cpu, memory = machine["cpu"], machine["memory"]
+    flags = ", ".join(cpu["flags"]) or "no flags known"
+    gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
+    yield Finding("versions", None, ", ".join(f"{name} {number}" for name, number in versions().items()))
+    yield Finding(
+        "cpu",
+        None,
+        f"{cpu['name']}, {cpu['usable_cores']} cores usable, {cpu['threads']} threads; {flags}",
+    )
+    yield Finding("memory", None, f"{memory['free_gb']:.1f} of {memory['total_gb']:.1f} GB free")
+    yield Finding("gpu", None, "; ".join(gpus) or "none: everything runs on the CPU")
+    for name, state in fast_paths.items():
+        yield Finding("fast path", None, f"{name}: {state}")
+
+
+def _print(findings: list[Finding], broken: int) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    cpu, memory, console = machine["cpu"], machine["memory"], Console(highlight=False)
-    gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
-    rows = [
-        ("versions", ", ".join(f"{name} {number}" for name, number in versions().items())),
-        (
-            "cpu",
-            f"{cpu['name']}, {cpu['usable_cores']} cores usable, {cpu['threads']} threads; {', '.join(cpu['flags']) or 'no flags known'}",
-        ),
-        ("memory", f"{memory['free_gb']:.1f} of {memory['total_gb']:.1f} GB free"),
-        ("gpu", "; ".join(gpus) or "none: everything runs on the CPU"),
-        *(("fast path", f"{name}: {state}") for name, state in _fast_paths().items()),
-    ]
-    for topic, what in rows:
-        console.print(f"     [dim]{topic:<10}[/] {escape(what)}", soft_wrap=True)
-    marks = {True: "[green] ok [/]", False: "[red]FAIL[/]", None: "    "}
-    for finding in findings:
-        console.print(f"{marks[finding.good]} [dim]{finding.topic:<10}[/] {escape(finding.what)}", soft_wrap=True)
-    console.print(f"[red]{len(broken)} broken[/]" if broken else "[green]all is well[/]")
+    console = Console(highlight=False)
+    for topic, good, what in findings:
+        console.print(f"{MARKS[good]} [dim]{topic:<10}[/] {escape(what)}", soft_wrap=True)
+    console.print(f"[red]{broken} broken[/]" if broken else "[green]all is well[/]")
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------------------------
+# --- the machine --------------------------------------------------------------------------------
 
 
 def _cpu() -> dict[str, Any]:
@@ -84,23 +87,23 @@ def _cpu() -> dict[str, Any]:
     from eyas import hardware
     from eyas.bench import machine
 
-    has = set(hardware.cpu().get("flags", "").split())
+    flags = set(hardware.cpu().get("flags", "").split())
     return {
         "name": hardware.cpu_name(),
         "usable_cores": len(machine.cores()),
         "threads": torch.get_num_threads(),
-        "flags": [name for flag, name in CPU_FLAGS.items() if flag in has],
+        "flags": [name for flag, name in CPU_FLAGS.items() if flag in flags],
     }
 
 
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    found = []
+    gpus = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(i)
-        found.append({"name": torch.cuda.get_device_name(i), "free_gb": free / 1e9, "total_gb": total / 1e9})
-    return found
+        gpus.append({"name": torch.cuda.get_device_name(i), "free_gb": free / 1e9, "total_gb": total / 1e9})
+    return gpus
 
 
 def _memory() -> dict[str, float]:
@@ -111,48 +114,55 @@ def _memory() -> dict[str, float]:
 
 
 def _fast_paths() -> dict[str, str]:
-    """What makes a forward faster than running the model as it is."""
+    """What makes a forward pass faster than the model's own."""
     from eyas import kernels
 
+    built = f"built and loaded{', with AMX' if kernels.has_amx() else ''}"
     return {
-        "compiled kernels (CPU)": kernels.why_not() or f"built and loaded{', with AMX' if kernels.has_amx() else ''}",
-        "CUDA graphs": "by --kernels on, with compiled layers by --kernels compile; not yet run on a GPU",
+        "compiled kernels (CPU)": kernels.why_not() or built,
+        "CUDA graphs": "with --kernels on, with torch.compile as well: --kernels compile; not yet run on a GPU",
     }
 
 
-# --- the installation ------------------------------------------------------------------------------------------------------------------
+# --- the installation ---------------------------------------------------------------------------
 
 
 def _requirements() -> list[Finding]:
-    """Is every package there that eyas names, and not older than it says?"""
+    """Whether every package that eyas needs is there, and new enough."""
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(line) for line in requires("eyas") or []]
+        needed = [Requirement(line) for line in requires("eyas") or []]
     except PackageNotFoundError:
-        return [Finding("packages", None, "eyas is not installed but run from its sources: versions are not checked")]
+        return [
+            Finding(
+                "packages",
+                None,
+                "eyas is not installed but run from its sources: versions are not checked",
+            )
+        ]
     faults = []
-    for need in wanted:
+    for need in needed:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         repair = f"pip install '{need.name}{need.specifier}'"
         try:
-            found = version(need.name)
+            installed = version(need.name)
         except PackageNotFoundError:
             faults.append(Finding("packages", False, f"{need.name} is missing; {repair}"))
             continue
-        if not need.specifier.contains(found, prereleases=True):
-            faults.append(Finding("packages", False, f"{need.name} {found} is not {need.specifier}; {repair}"))
+        if not need.specifier.contains(installed, prereleases=True):
+            faults.append(Finding("packages", False, f"{need.name} {installed} is not {need.specifier}; {repair}"))
     return faults or [Finding("packages", True, "every package is there and new enough")]
 
 
-# --- the embedded model ----------------------------------------------------------------------------------------------------------------
+# --- the embedded model -------------------------------------------------------------------------
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, by its path there: what CHECKSUMS holds."""
+    """SHA-256 of every file below a folder, by its path there: the content of CHECKSUMS."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {path.relative_to(folder).as_posix(): sha256_of_file(path) for path in files}
 
 
 def _embedded() -> list[Finding]:
@@ -165,18 +175,26 @@ def _embedded() -> list[Finding]:
 
 def _intact(folder: Path) -> Finding:
     try:
-        promised = json.loads((folder / CHECKSUMS).read_text())
-        found = digests(folder)
-    except (OSError, ValueError) as error:
-        return Finding("embedded", False, f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again")
-    other = [name for name, digest in promised.items() if found.get(name) != digest]
+        expected = json.loads((folder / CHECKSUMS).read_text())
+        actual = digests(folder)
+    except (OSError, ValueError, RecursionError) as error:
+        return Finding(
+            "embedded",
+            False,
+            f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again",
+        )
+    other = [name for name, digest in expected.items() if actual.get(name) != digest]
     if other:
         return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas again")
-    return Finding("embedded", True, f"{len(promised)} files of the embedded model and its head are as they were shipped")
+    return Finding(
+        "embedded",
+        True,
+        f"{len(expected)} files of the embedded model and its heads are as they were shipped",
+    )
 
 
 def _self_test() -> list[Finding]:
-    """Does the model load, is its head read rightly, and does drafting change nothing?"""
+    """Check that the model loads, that its head is read correctly, and that drafting changes nothing."""
     from eyas import drafters
     from eyas.api import LLM, load
     from eyas.errors import EyasError
@@ -188,10 +206,15 @@ def _self_test() -> list[Finding]:
         return [Finding("self-test", False, str(error))]
     exact = best.target.head_is_exact
     plain = LLM(best.target, drafters.find("vanilla").load(None, best.target), best.tokenizer)
-    said = [llm.generate("Hello!", max_new_tokens=SELF_TEST_TOKENS, ignore_eos=True) for llm in (plain, best)]
-    equal, tau = said[0].token_ids == said[1].token_ids, said[1].stats.tau
-    verdict = "say the same" if equal else "differ in"
+    answers = [llm.generate("Hello!", max_new_tokens=SELF_TEST_TOKENS, ignore_eos=True) for llm in (plain, best)]
+    equal, tau = answers[0].token_ids == answers[1].token_ids, answers[1].stats.tau
+    verdict = "generate the same" if equal else "differ in"
+    logits = "equal" if exact else "differ from"
     return [
-        Finding("self-test", exact, f"our head {'gives' if exact else 'does not give'} the model's own logits"),
-        Finding("self-test", equal, f"plain decoding and {best.method} {verdict} {SELF_TEST_TOKENS} tokens (tau {tau:.2f})"),
+        Finding("self-test", exact, f"the logits that drafts are verified with {logits} the model's own"),
+        Finding(
+            "self-test",
+            equal,
+            f"plain decoding and {best.method} {verdict} {SELF_TEST_TOKENS} tokens (tau {tau:.2f})",
+        ),
     ]

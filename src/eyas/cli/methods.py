@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import shutil
+import textwrap
+from typing import Annotated, Any
 
-import rich_click as click
-
-from eyas.cli._options import Command, option
+from eyas.cli._options import AS_JSON, METHOD
 
 __all__ = ["command"]
 
-
-@click.command("methods", cls=Command, panel="What is here")
-@option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout.")
-def command(as_json: bool) -> None:
-    """List the methods, with their options."""
-    found = [_describe(name) for name in _names()]
-    if as_json:
-        click.echo(json.dumps({"methods": found}))
-        return
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    table = Table(
-        Column("method", no_wrap=True),
-        "what it does",
-        "options (defaults)",
-        "draft head",
-        "trainable",
-        title="Methods",
-        title_justify="left",
-    )
-    for method in found:
-        options = "\n".join(f"--{name} {'' if value is None else value}" for name, value in method["options"].items())
-        table.add_row(method["name"], method["summary"], options, *("yes" if method[key] else "no" for key in ("needs_head", "trainable")))
-    Console().print(table)
-    click.echo("A method of your own: --method mypackage.mymodule, a module that defines Method, a subclass of eyas.drafters.Drafter.")
+GROUP = "Information"
+OWN_METHOD = "A method of your own: --method mypackage.mymodule, a module that defines Method, a subclass of eyas.drafters.Drafter."
+EXAMPLES = (
+    ("eyas methods", "all of them, with their options"),
+    ("eyas methods eagle3", "one of them: what each option is for"),
+)
 
 
-def _names() -> list[str]:
+def command(
+    name: Annotated[str | None, METHOD] = None,
+    /,
+    *,
+    as_json: AS_JSON = False,
+) -> None:
+    """List the methods, with their options.
+
+    Parameters
+    ----------
+    name
+        Only this method, with the help of its options.
+    """
     from eyas import drafters
 
-    return drafters.names()
+    described = [_describe(method) for method in ([name] if name else drafters.names())]
+    if as_json:
+        print(json.dumps({"methods": described}))
+        return
+    for method in described:
+        print(_text(method, in_full=name is not None))
+    if name is None:
+        print(_folded(OWN_METHOD))
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -57,3 +56,34 @@ def _describe(name: str) -> dict[str, Any]:
         "needs_head": method.needs_weights,
         "trainable": method.trainable,
     }
+
+
+def _text(method: dict[str, Any], in_full: bool) -> str:
+    """A method as a paragraph that fits the terminal."""
+    from eyas import drafters
+    from eyas.core.options import list_options
+
+    kind = "needs a draft head" if method["needs_head"] else "no draft head"
+    trainable = "; trainable" if method["trainable"] else ""
+    lines = [f"{method['name']}  ({kind}{trainable})", _folded(method["summary"], "    ")]
+    options = list(list_options(drafters.find(method["name"]).Options))
+    names = {o.name: f"--{o.name.replace('_', '-')} {o.shown_default}".replace(" ", "\0") for o in options}
+    if in_full:
+        for option in options:
+            use = f"{option.use.capitalize()}: " if option.use else ""
+            lines += [f"    {names[option.name]}", _folded(use + option.help, "        ")]
+    elif options:
+        lines.append(_folded("   ".join(names.values()), "    "))
+    return "\n".join(lines).replace("\0", " ") + "\n"
+
+
+def _folded(text: str, indent: str = "") -> str:
+    width = max(30, shutil.get_terminal_size().columns)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

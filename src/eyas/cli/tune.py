@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-import rich_click as click
+from typing import TYPE_CHECKING, Annotated
 
 from eyas.cli._errors import note
 from eyas.cli._load import load
-from eyas.cli._options import DRAFT_WEIGHTS, MODEL_BASE, MethodCommand, examples, method_options, option, stack
+from eyas.cli._options import (
+    AS_JSON,
+    DRAFT_WEIGHTS,
+    HUB,
+    MACHINE,
+    METHOD,
+    MODEL,
+    DraftOptions,
+    MethodOptions,
+    TargetOptions,
+    metavar,
+    option_group,
+)
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,44 +31,54 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-EXAMPLES = examples(
+GROUP = "Information"
+EXAMPLES = (
     ("eyas tune", "the embedded model"),
     ("eyas tune --target MODEL --draft HEAD", "your model with its head"),
     ("eyas tune --force", "measure again: the machine was busy, or has changed"),
-    more=(
-        "It is measured by itself where it is needed for the first time, and kept in $XDG_CACHE_HOME/eyas or ~/.cache/eyas.",
-        "What is expected before anything was drafted is a guess; while it decodes, --tree auto goes on with what it sees.",
-    ),
+)
+NOTES = (
+    "Costs are measured when they are first needed, and kept in $XDG_CACHE_HOME/eyas or ~/.cache/eyas.",
+    "What is expected before anything was drafted is a guess; while it decodes, --tree auto goes on with what it sees.",
 )
 
 
-@click.command("tune", cls=MethodCommand, epilog=EXAMPLES, panel="What is here")
-@stack(
-    option("Model", "--draft", metavar="PATH|HUB", help="Its draft head: a folder or a hub id."),
-    option("Model", "--method", metavar="NAME", help="One that grows its trees. Default: the best for this head."),
-    option("Machine", "--force", is_flag=True, help="Measure, also what was measured before."),
-    option("Output", "--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout."),
-    MODEL_BASE,
-    DRAFT_WEIGHTS,
-)
-@click.pass_context
-def command(ctx: click.RichContext, /, **given: Any) -> None:
+@option_group
+class TuneOptions:
+    """What is measured."""
+
+    draft: Annotated[str | None, MODEL, HUB] = None
+    """The draft head: a folder or a hub id."""
+    method: Annotated[str | None, METHOD, metavar("NAME")] = None
+    """A method that grows its trees. Default: the best for the head."""
+    draft_weights: DRAFT_WEIGHTS = "exact"
+    force: Annotated[bool, MACHINE] = False
+    """Measure again what was measured before."""
+    as_json: AS_JSON = False
+
+
+def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -> None:
     """Measure what trees cost on this machine, and show the one that pays most."""
     from eyas.adaptive.cost import cost_key, cost_path, load_costs
     from eyas.adaptive.goodput import Acceptance, Plan, sizes
 
-    llm = load({**given, "tree": "auto"}, method_options(ctx))
+    draft = DraftOptions(draft=job.draft, method=job.method, draft_weights=job.draft_weights, tree="auto")
+    llm = load(model, draft, options)
     limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3")
-    costs, known = load_costs(llm.drafter, given["force"])
+    costs, known = load_costs(llm.drafter, job.force)
     guess = Acceptance(limit)
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
     chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
-    if given["as_json"]:
-        tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
+    if job.as_json:
+        tree = {
+            **chosen.shape._asdict(),
+            "accepted": chosen.accepted,
+            "tokens_per_second": chosen.rate,
+        }
         plain = {"tokens_per_second": 1 / costs.plain()}
-        click.echo(json.dumps({
+        print(json.dumps({
             "target": llm.target.name, "method": llm.method, "measured": not known, "file": place, "costs": asdict(costs),
             "plain": plain, "tree": tree,
         }))  # fmt: skip
@@ -88,18 +108,35 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
     console.print(table)
     console.print(f"the rest of a cycle {1e3 * costs.rest:.2f}, of a plain one {1e3 * costs.plain_rest:.2f}")
     plain = 1 / costs.plain()
-    table = Table("tree", title="Expected before anything was drafted", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        "tree",
+        title="Expected before anything was drafted",
+        title_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     for head in ("ms a cycle", "tokens a cycle", "tokens/s", "vs plain"):
         table.add_column(head, justify="right")
     table.add_row("plain", f"{1e3 * costs.plain():.2f}", "1.00", f"{plain:.1f}", "1.00x")
     for plan in sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen}):
-        name, style = "nodes {} depth {} branch {}".format(*plan.shape), "bold green" if plan == chosen else ""
-        cells = (f"{1e3 * plan.seconds:.2f}", f"{1 + plan.accepted:.2f}", f"{plan.rate:.1f}", f"{plan.rate / plain:.2f}x")
+        name, style = (
+            "nodes {} depth {} branch {}".format(*plan.shape),
+            "bold green" if plan == chosen else "",
+        )
+        cells = (
+            f"{1e3 * plan.seconds:.2f}",
+            f"{1 + plan.accepted:.2f}",
+            f"{plan.rate:.1f}",
+            f"{plan.rate / plain:.2f}x",
+        )
         table.add_row(name, *cells, style=style)
     console.print(table)
 
 
 def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
     """The best of the trees that have the most nodes up to so many."""
-    most = max((plan.shape.nodes for plan in plans if plan.shape.nodes <= nodes), default=plans[0].shape.nodes)
+    most = max(
+        (plan.shape.nodes for plan in plans if plan.shape.nodes <= nodes),
+        default=plans[0].shape.nodes,
+    )
     return max((plan for plan in plans if plan.shape.nodes == most), key=lambda plan: plan.rate)

@@ -25,7 +25,7 @@ from eyas.checkpoints import Weights
 from eyas.core.requests import PlanLabel, Step
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.errors import OptionError, near
+from eyas.errors import OptionError, UnknownOptionError, near
 from eyas.nn import Documents, fp8, with_cpu_kernels
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
-            raise OptionError(f"unknown option {prefix + name!r}; {near(prefix + name, flags(kind, prefix))}")
+            raise UnknownOptionError(prefix + name, near(prefix + name, flags(kind, prefix)))
         if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
             if not rest and not isinstance(value, Mapping):
                 raise OptionError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-__all__ = ["NEW_HEADS", "TRAINING", "Option", "list_options"]
+__all__ = ["NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options"]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
@@ -42,7 +42,7 @@ def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
     """Every option of an options dataclass, in the order of the fields."""
     defaults = kind()
     hints = get_type_hints(kind, include_extras=True)
-    described = _docstrings(kind)
+    described = field_docstrings(kind)
     for field in fields(kind):
         default = getattr(defaults, field.name)
         if is_dataclass(default):
@@ -53,7 +53,7 @@ def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
         yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use)
 
 
-def _docstrings(kind: type) -> dict[str, str]:
+def field_docstrings(kind: type) -> dict[str, str]:
     """The docstring below each field of a dataclass and of its bases; none without source code."""
     from docstring_parser import parse_from_object
 

@@ -23,13 +23,14 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[Drafter]:
-    """The method of that name, or at that dotted path; OptionError with the near names otherwise."""
-    if "." not in name and name not in names():
+    """The method of that name, or at that dotted path. OptionError for one that is not there."""
+    dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if not dotted and name not in names():
         raise OptionError(f"unknown method {name!r}; {near(name, names())}")
     try:
-        module = importlib.import_module(name if "." in name else f"{__name__}.{name}")
-        method: type[Drafter] = module.Method
-    except (ImportError, AttributeError) as error:
+        method = importlib.import_module(name if dotted else f"{__name__}.{name}").Method
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
-    assert issubclass(method, Drafter)
+    if not (isinstance(method, type) and issubclass(method, Drafter)):
+        raise OptionError(f"method {name!r} cannot be loaded: its Method is no subclass of eyas.drafters.Drafter")
     return method

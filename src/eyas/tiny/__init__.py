@@ -22,7 +22,9 @@ __all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "mod
 
 FOLDER = Path(__file__).parent / "weights"
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by the kind of head that a method reads
-BEST = "eagle2"  # the method with the best drafts on this model, measured by runs/acceptance.py
+# The fastest method on this model (docs/results.md, runs/speed.py): with --tree auto 1,058 tokens/s
+# greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29.
+BEST = "eagle3"
 # The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time. Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"

@@ -1,0 +1,192 @@
+"""From the arguments of `eyas` to a call of a command's function, with cyclopts.
+
+A command is a file of this folder. It defines
+
+    command        a function; its docstring is the help, its parameters are the options
+    GROUP          the group of commands that it belongs to on the page of `eyas --help`
+    EXAMPLES       command lines with what they are for
+    NOTES          further lines of the help page
+    COMMANDS       instead of `command`: subcommands by name
+
+Only the file of the command that is asked for is imported, except for `eyas --help`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+import cyclopts
+from cyclopts import App, Group, Parameter
+from rich.markup import escape
+
+from eyas import __version__
+from eyas.cli import names
+from eyas.cli._errors import UsageError
+from eyas.cli._options import STDIN, MethodOptions, given, placeholders
+from eyas.errors import near
+
+__all__ = ["dispatch", "parse"]
+
+HELP = (
+    "Make a language model generate faster [bold]without changing its output[/].\n\n"
+    "A small draft head proposes a tree of next tokens; the unmodified model verifies all of them "
+    "in one forward pass and keeps those that it would have generated itself."
+)
+EXAMPLES = (
+    ("eyas demo", "plain decoding beside the best method, nothing to download"),
+    ('eyas generate "Why is the sky blue?"', "the embedded model"),
+    ('eyas generate --target MODEL --draft HEAD "Why ..."', "folders or hub ids"),
+    ("eyas doctor", "check the installation"),
+)
+GROUPS = {name: Group(name, sort_key=i) for i, name in enumerate(("Answers", "Heads", "Information"))}
+HELP_FLAGS = ("--help", "-h", "--help-all")
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name and return its exit status.
+
+    Raises UsageError when the arguments do not fit; whatever the command raises escapes.
+    """
+    place = _place(arguments)
+    try:
+        function, bound = parse(arguments)
+        status = function(*bound.args, **bound.kwargs)
+    except cyclopts.CycloptsError as error:
+        raise UsageError(f"{_explained(error)} (see {place} --help)") from error
+    except UsageError as error:
+        raise UsageError(f"{error} (see {place} --help)") from error
+    return status if isinstance(status, int) else 0
+
+
+def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
+    """The function of the command, or the one that prints help, and what it is called with.
+
+    Raises CycloptsError or UsageError when the arguments do not fit.
+    """
+    tokens = [STDIN if token == "-" else token for token in arguments]
+    if tokens and not tokens[0].startswith("-") and tokens[0] not in names():
+        raise UsageError(f"unknown command {tokens[0]!r}; {near(tokens[0], names())}")
+    parsed = ["--help" if token == "--help-all" else token for token in tokens]
+    app = _app(tokens)
+    function, bound, unparsed = app.parse_args(parsed, print_error=False, exit_on_error=False)
+    command: Callable[..., Any] | None = getattr(function, "command", None)
+    if command is None:
+        return function, bound
+    values = bound.arguments
+    for name, parameter in _signature(command).parameters.items():
+        if name in unparsed:
+            values[name] = tuple(arguments[1:])
+        elif isinstance(parameter.annotation, type) and issubclass(parameter.annotation, dict):
+            values[name] = given(values.get(name))
+        elif _is_optional_group(parameter.annotation):
+            values.setdefault(name, parameter.annotation())
+    return command, inspect.BoundArguments(_signature(command), values)
+
+
+def _place(arguments: Sequence[str]) -> str:
+    """The command line up to its options: `eyas datastore build`."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    known = words[: 2 if words[:1] == ["datastore"] else 1] if words and words[0] in names() else []
+    return " ".join(["eyas", *known])
+
+
+def _app(tokens: Sequence[str]) -> App:
+    """The app, with the one command that is asked for, or with all of them."""
+    app = App(
+        name="eyas",
+        help=HELP,
+        help_format="rich",
+        help_flags=["--help", "-h"],
+        help_epilogue=_epilogue(EXAMPLES),
+        version=f"eyas {__version__}",
+        version_format="plaintext",
+        default_parameter=Parameter(negative=(), allow_repeating=True),
+    )
+    for name in [tokens[0]] if tokens and tokens[0] in names() else names():
+        _add(app, name, tokens)
+    return app
+
+
+def _add(app: App, name: str, tokens: Sequence[str]) -> None:
+    module = import_module(f"eyas.cli.{name}")
+    epilogue = _epilogue(getattr(module, "EXAMPLES", ()), getattr(module, "NOTES", ()))
+    group = GROUPS[module.GROUP]
+    if hasattr(module, "COMMANDS"):
+        inner = App(name=name, help=module.HELP, group=group, help_epilogue=epilogue)
+        for inner_name, function in module.COMMANDS.items():
+            inner.command(_complete(function, tokens), name=inner_name, help_epilogue=epilogue)
+        app.command(inner)
+        return
+    function = _complete(module.command, tokens)
+    if _has_methods(module.command) and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
+        more = f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
+        epilogue += more
+    app.command(function, name=name, group=group, help_epilogue=epilogue)
+
+
+def _epilogue(examples: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
+    """The end of a help page; an empty line between lines keeps them apart."""
+    lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, purpose in examples]
+    return "\n\n".join([*(["[bold]Examples[/]"] if lines else []), *lines, *map(escape, notes)])
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function, eval_str=True)
+
+
+def _has_methods(function: Callable[..., Any]) -> bool:
+    return any(isinstance(p.annotation, type) and issubclass(p.annotation, MethodOptions) for p in _signature(function).parameters.values())
+
+
+def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:
+    """A stand-in for a command, as cyclopts takes it: placeholders are replaced by dataclasses, and
+    each group of options has a default. On the page of `eyas --help` it has no parameters."""
+    wants_help = any(token in HELP_FLAGS for token in tokens)
+    parameters = []
+    for parameter in _signature(function).parameters.values() if tokens and tokens[0] in names() else ():
+        kind = placeholders(parameter.annotation, tokens, wants_help)
+        if kind is not None:
+            parameter = parameter.replace(annotation=kind)
+        if _is_optional_group(parameter.annotation):
+            parameter = parameter.replace(default=parameter.annotation())
+        if kind is None or fields(kind):
+            parameters.append(parameter)
+
+    def stand_in() -> None:
+        """Never called."""
+
+    stand_in.__doc__ = function.__doc__
+    stand_in.__annotations__ = {p.name: p.annotation for p in parameters}
+    stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    stand_in.command = function  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _is_optional_group(annotation: Any) -> bool:
+    """Whether this is a dataclass all of whose fields have defaults."""
+    return (
+        isinstance(annotation, type)
+        and is_dataclass(annotation)
+        and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(annotation))
+    )
+
+
+def _explained(error: cyclopts.CycloptsError) -> str:
+    """The error of cyclopts as one line in our words."""
+    if isinstance(error, cyclopts.UnknownOptionError):
+        name = error.token.keyword or error.token.value
+        known = [known for argument in error.argument_collection if argument.parse for known in argument.names]
+        return f"unknown option {name}; {near(name, known)}"
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}: give texts with spaces in quotes"
+    if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        needs = "needs a value" if error.keyword else "is missing"
+        return f"option {name} {needs}" if name.startswith("-") else f"argument {name} {needs}"
+    text = " ".join(str(error).replace('"', "'").split()).rstrip(".")
+    return text[:1].lower() + text[1:]

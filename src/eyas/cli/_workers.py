@@ -1,0 +1,103 @@
+"""Processes that run `eyas features` for some of the shards each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eyas.cli._show import progress_bar
+from eyas.errors import EyasError
+
+if TYPE_CHECKING:
+    from eyas.train.store import FeatureStore
+
+__all__ = ["Workers", "shards_done"]
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 20
+
+
+def shards_done(store: FeatureStore) -> str:
+    """How many shards are whole, for people."""
+    total = len(store.manifest.shards)
+    return f"{total - len(store.missing())} of {total} shards"
+
+
+class Workers:
+    """The worker processes of one command.
+
+    Args:
+        tokens: the arguments of the command that they repeat.
+        notes: a folder for what they print on stderr; a pipe that nobody reads would block them.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        todo: Sequence[int],
+        count: int,
+        devices: Sequence[str],
+        tokens: Sequence[str],
+        notes: Path,
+    ) -> None:
+        self.store = store
+        self.todo = todo
+        self.command = [sys.executable, "-m", "eyas", "features", *tokens]
+        self.threads = max(1, (os.cpu_count() or 1) // count)
+        self.notes = [notes / str(k) for k in range(count)]
+        self.processes = [self._start(todo[k::count], devices[k % len(devices)], path) for k, path in enumerate(self.notes)]
+
+    def _start(self, shards: Sequence[int], device: str, notes: Path) -> subprocess.Popen[bytes]:
+        part = [
+            "--only",
+            ",".join(map(str, shards)),
+            "--of",
+            str(os.getpid()),
+            "--device",
+            device,
+            "--workers",
+            "1",
+            "--yes",
+        ]
+        environment = dict(os.environ)
+        if device in ("cpu", "auto"):
+            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
+        with notes.open("wb") as stderr:
+            return subprocess.Popen([*self.command, *part], stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
+
+    def run(self) -> None:
+        """Wait for all of them. EyasError when one did not do its part."""
+        shards, missing = self.store.manifest.shards, list(self.todo)
+        try:
+            with progress_bar("features", sum(shards[i].tokens for i in missing), "tokens") as advance:
+                running = True
+                while running:
+                    running = any(process.poll() is None for process in self.processes)
+                    for shard in [i for i in missing if not self.store.fault(i)]:
+                        missing.remove(shard)
+                        advance(shards[shard].tokens, "")
+                    time.sleep(POLL_SECONDS * running)
+        except KeyboardInterrupt:
+            self._stop()
+            raise
+        for number, (process, notes) in enumerate(zip(self.processes, self.notes, strict=True), start=1):
+            if process.returncode:
+                lines = notes.read_text(errors="replace").strip().splitlines()
+                last = lines[-1] if lines else f"ended by signal {-process.returncode}"
+                raise EyasError(
+                    f"worker {number} of {len(self.processes)}: {last.removeprefix('eyas: error: ')}; "
+                    f"{shards_done(self.store)} are whole; run the same command again, it goes on"
+                )
+
+    def _stop(self) -> None:
+        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves nothing."""
+        for process in self.processes:
+            try:
+                process.wait(timeout=STOP_SECONDS)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                process.kill()

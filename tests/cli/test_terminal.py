@@ -1,0 +1,230 @@
+"""Terminals, standard streams, interrupts, optional packages and locks: the command as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import processes
+from eyas import drafters
+from eyas.files import locked_output
+
+Run = Callable[..., Any]
+EYAS = [sys.executable, "-m", "eyas"]
+GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 3)
+
+
+def shell(world: Path, arguments: tuple[object, ...], redirection: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell runs it, with a redirection such as `>&-`."""
+    words = [str(world / "llama") if a == "llama" else str(a) for a in arguments]
+    line = f"{shlex.join([*EYAS, *words])} {redirection}"
+    return processes.run(["sh", "-c", line], env=processes.environment())
+
+
+# --- standard streams ---------------------------------------------------------------------------
+
+
+def test_closed_standard_streams_are_named(world: Path, tmp_path: Path) -> None:
+    """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become standard output."""
+    closed = shell(world, (*GENERATE, "hi"), ">&-")
+    assert closed.returncode == 2
+    assert closed.stderr.splitlines()[-1].startswith("eyas: error: standard output is closed")
+    assert "Traceback" not in closed.stderr
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    written = shell(world, (*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"), ">&- <&-")
+    assert written.returncode == 0, written.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    silent = shell(world, (*GENERATE, "-"), "<&-")
+    assert silent.returncode == 2
+    assert "standard input is closed" in silent.stderr
+
+
+@pytest.mark.parametrize("moment", ["import cyclopts", "import torch", "import transformers"])
+def test_ctrl_c_while_it_starts(moment: str) -> None:
+    """Within the first second, Ctrl-C printed a traceback of whatever was being imported. The process interrupts
+    itself at the first import of a package, so there is nothing to wait for."""
+    code = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {moment.split()[1]!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["eyas", "generate", "hi"]
+from eyas.cli import main
+main()
+"""
+    done = processes.run([sys.executable, "-c", code], preexec_fn=processes.accept_interrupts, env=processes.environment())
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "eyas: interrupted\n")
+
+
+def test_an_interrupt_that_a_library_swallows(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """An import that is interrupted may end in an ImportError of the library's own."""
+    from eyas.cli import doctor
+
+    def broken() -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("numpy is broken") from None
+
+    monkeypatch.setattr(doctor, "_cpu", broken)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = run("doctor")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.exit_code, result.stderr) == (130, "eyas: interrupted\n")
+
+
+# --- colors and widths --------------------------------------------------------------------------
+
+
+def test_no_color(run: Run) -> None:
+    """NO_COLOR was not heard by the lines about errors."""
+    assert "\x1b[31m" in run("nonsense", env={"FORCE_COLOR": "1"}).stderr
+    assert "\x1b" not in run("nonsense", env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stderr
+    assert "\x1b" not in run("nonsense", env={"FORCE_COLOR": "", "NO_COLOR": ""}).stderr
+
+
+def test_nothing_is_cut_off_at_80_columns(run: Run) -> None:
+    """The list of methods and help pages were cut off, or wider than the terminal."""
+    listed = run("methods", env={"COLUMNS": "80"}).output
+    words = " ".join(listed.split())
+    for name in drafters.names():
+        assert " ".join(drafters.find(name).summary.split()) in words
+    for output in (listed, run("methods", "eagle3").output, run("generate", "--help-all").output):
+        assert max(map(len, output.splitlines())) <= 80
+        assert "…" not in output
+
+
+def test_one_method_with_the_help_of_its_options(run: Run) -> None:
+    shown = " ".join(run("methods", "eagle3").output.split())
+    assert "--tree.nodes 60 " in shown
+    assert "verified per cycle, the root included" in shown.lower()
+    assert "did you mean eagle3" in run("methods", "eagle33").stderr
+
+
+# --- optional packages --------------------------------------------------------------------------
+
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else PathFinder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(PathFinder, name)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
+sys.argv = ["eyas", *{arguments!r}]
+from eyas.cli import main
+main()
+"""
+
+
+def without(packages: set[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command where some packages are not installed."""
+    code = BLOCK.format(blocked=packages, arguments=[str(a) for a in arguments])
+    return processes.run([sys.executable, "-c", code], env=processes.environment())
+
+
+def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
+    """matplotlib and scipy are for `eyas bench` only; rich-click was needed for every command."""
+    extras = {"matplotlib", "scipy", "rich_click", "click_rich_help", "tensorboard", "wandb"}
+    generated = without(extras, "generate", "--target", world / "llama", "hi", "--max-new-tokens", 3)
+    assert generated.returncode == 0, generated.stderr
+    for arguments in (("--help",), ("methods", "--json"), ("generate", "--help-all"), ("train", "--help")):
+        assert without(extras, *arguments).returncode == 0, arguments
+
+
+def test_a_command_says_what_to_install(tmp_path: Path) -> None:
+    done = without({"matplotlib"}, "bench", "--output", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_of_a_command_does_not_import_torch() -> None:
+    """`eyas generate --help` took as long as loading a model."""
+    for name in ("generate", "chat", "bench", "features"):
+        done = without({"torch", "transformers"}, name, "--help")
+        assert done.returncode == 0, done.stderr
+
+
+# --- outputs ------------------------------------------------------------------------------------
+
+
+def test_one_process_at_a_time_writes_results(run: Run, refused: Run, tmp_path: Path) -> None:
+    """Two runs on one output wrote every line twice, and both ended with status 0."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    command = (*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    with locked_output(tmp_path / "out.jsonl"):
+        assert f"out.jsonl is being written by process {os.getpid()} on " in refused(*command)
+    assert (tmp_path / "out.jsonl").read_text() == ""
+    assert run(*command).exit_code == 0
+
+
+def test_results_of_other_prompts_or_settings_are_refused(run: Run, refused: Run, tmp_path: Path) -> None:
+    """The answer to another question was returned, without a word."""
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b"}\n')
+    command = (*GENERATE, "--input", prompts, "--output", output)
+    assert run(*command).exit_code == 0
+    before = output.read_text()
+    assert "temperature 0.0 there, 0.5 now" in refused(*command, "--temperature", 0.5)
+    assert "max_new_tokens 3 there, 4 now; stop [] there, ['x'] now" in refused(*command, "--max-new-tokens", 4, "--stop", "x")
+    assert "dtype float32 there, bfloat16 now" in refused(*command, "--dtype", "bfloat16")
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "too", "id": "b"}\n')
+    assert "holds the answer to another prompt for id 'b'" in refused(*command)
+    prompts.write_text('{"prompt": "zero"}\n{"prompt": "one"}\n')
+    assert "holds the answer to another prompt for line 1" in refused(*command)
+    assert output.read_text() == before
+    old = [{k: v for k, v in json.loads(line).items() if k not in ("prompt_sha256", "settings")} for line in before.splitlines()]
+    output.write_text("".join(json.dumps(line) + "\n" for line in old))
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b"}\n{"prompt": "three"}\n')
+    assert "2 of 3 are in" in run(*command).stderr, "results of an earlier version do not say what they are the answer to"
+
+
+@pytest.mark.parametrize("line", ['{"prompt_ids": [' + "1" * 5000 + "]}", "[" * 60_000, '{"prompt": "x", "id": ' + "7" * 5000 + "}"])
+def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path: Path, line: str) -> None:
+    """Thousands of digits or brackets ended in a traceback, in prompts and in an old output."""
+    (tmp_path / "in.jsonl").write_text(f'{line}\n{{"prompt": "hi"}}\n')
+    result = run(*GENERATE, "--input", tmp_path / "in.jsonl")
+    assert result.exit_code == 2
+    assert "in.jsonl:1: JSON " in result.stderr
+    assert [json.loads(out)["line"] for out in result.stdout.splitlines()] == [2]
+    (tmp_path / "old.jsonl").write_text(line + "\n")
+    assert "holds something else than results" in refused(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "old.jsonl")
+
+
+@pytest.mark.parametrize("made_by", [5, [], "x", None, {"fingerprint": 5}])
+def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any) -> None:
+    """`"by": 5` in an output of regenerate, or settings that are no object, ended in a traceback."""
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    (tmp_path / "own.jsonl").write_text(json.dumps({"key": "x", "messages": [], "by": made_by}) + "\n")
+    command = ("regenerate", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "own.jsonl")
+    assert run(*command, "--max-new-tokens", 3).exit_code in (0, 2)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "out.jsonl").write_text(json.dumps({"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"}) + "\n")
+    assert run(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl").exit_code in (0, 2)
+
+
+@pytest.mark.parametrize("name", [".", "..", "my method", "a..b", ""])
+def test_names_that_are_no_method(refused: Run, name: str) -> None:
+    """`--method .` ended with a traceback of importlib."""
+    assert f"unknown method {name!r}" in refused(*GENERATE, "hi", "--method", name)
+
+
+def test_an_output_that_cannot_be(refused: Run, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
+    assert "output file '/proc/x' cannot be created there" in refused(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", "/proc/x")

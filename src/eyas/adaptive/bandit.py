@@ -31,11 +31,11 @@ __all__ = ["Arm", "Bandit", "RunningMedian"]
 
 CONFIDENCE = 1.5  # standard deviations of an arm's mean that an upper bound adds to it
 BUDGET = 0.02  # the share of all tokens that the trials of one arm may lose
-PATIENCE = 4.0  # tokens a row that one trial may lose
+PATIENCE = 2.0  # tokens a row that one trial may lose
 BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
 TRUSTED = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
 MEMORY = 48  # cycles over which the noise and the kinds of an arm's cycles are averaged
-LEAST_NOISE = 0.5  # the smallest noise that is believed, as a share of the first guess
+LEAST_NOISE = 0.25  # the smallest noise that is believed, as a share of the first guess
 MAX_VARIANCE = 1.0  # of an arm that was never played, or long ago, as a share of `break_even` squared
 HELD_UP = 16  # baseline cycles; whatever a single cycle took longer is the machine's fault
 

@@ -1,20 +1,17 @@
-"""A session that may sleep: cycles without its drafts cost nothing beside what they are, and are caught up in one pass.
+"""A drafter that adapts: before each cycle a policy decides whether its method drafts, and with which tree.
 
-    decision        all busy rows plain     a spare                          some rows plain, or none
-    verified        the root alone          what the spare drafted           what was drafted; nodes of plain rows are padding
-    the session     hears nothing: accepted tokens and features wait         drafts for all rows, so it misses nothing, and there is
-                                                                             nothing to be caught up: a batch has one shape, to leave a
-                                                                             row out would save no time
+    decision        all active rows plain    a fallback drafts        some rows plain, or none
+    verified        the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
+    the session     is dormant               is dormant               drafts for all rows
 
-Before the session drafts again, or is asked what it still knows, each row that missed something reads it through `prefill`, in one pass.
-No more than `WAITING` places wait, a cycle's longest path being what it takes: a row that reaches them reads them at once, asleep or not.
-So memory is bounded, nothing is lost, and no later draft is worse for it; to read them costs what it would cost later anyhow, a few
-thousandths of the cycles that brought them. The prompt of a row that enters while the session sleeps waits likewise: many are answered
-before it wakes.
+While the method's session is dormant, accepted tokens and features are collected. Before it drafts again, or is asked what it
+still knows, it reads them through `prefill`, in one pass for each row. At most `WAITING` tokens a row are collected; a row that
+reaches them is read at once. So memory is bounded, and later drafts are as good as ever. The prompt of a row that enters while
+the session is dormant is collected too. With only some rows plain the session drafts for all of them, as a batch has one shape.
 
-A spare is a method of text: it is told what it has not heard when it is about to draft, so it costs nothing until then.
+A fallback drafts from the text alone. It reads what is new just before it drafts, so it costs nothing until then.
 
-This module knows no policy and no method.
+This module knows no method and no rule by which a policy decides.
 """
 
 from __future__ import annotations

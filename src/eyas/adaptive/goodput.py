@@ -1,17 +1,17 @@
-"""Which tree makes most tokens a second: expected yield over expected time, for every size that may be asked for.
+"""The size of tree with the most tokens a second: expected tokens over expected seconds, for every size.
 
-    tokens a second  =  (1 + yield(nodes, depth, branch)) / cycle(nodes, depth, branch)
+    tokens a second  =  (1 + accepted(nodes, depth, branch)) / cycle(nodes, depth, branch)
 
-`Acceptance` learns the yield, the accepted draft tokens of a cycle, from trees that were drafted. What another tree would have had is the
-best of all nodes that were drafted, kept or not, as far as it would have drafted them. The sum of their values at a depth, a value being
-what the draft holds the path's probability to be, is what it promises there. Confidences foretell acceptance (EAGLE-2, figure 6) without
-being it, so each depth's promises are held to what came:
+`Acceptance` estimates the accepted draft tokens of a cycle from trees that were drafted and verified. A smaller tree would
+have kept the most probable of the nodes that it would have drafted, so one large tree tells about all sizes within it. The
+promise of a tree at a depth is the sum of the path probabilities q of its nodes there. Confidences foretell acceptance
+(EAGLE-2, figure 6) without being equal to it, so promises are corrected at each depth, by the trees seen so far:
 
-    accepted  =  1 - (1 - promised) ^ k        k such that it is right on the average of the trees so far; at most 1, whatever k
+    accepted  =  1 - (1 - promised) ^ k        k such that the average is right; never more than 1
 
-Nothing is known at first: then a made-up tree speaks, which is held to what came in the same way. What was not drafted (more levels or
-children, more nodes than these make) is left to it. This module knows no clock and no method.
-Letters: A branches, D depths that a tree may have, E depths of nodes, G numbers of nodes, X nodes of a drafted tree, by value, S sizes.
+Before anything was drafted, and for levels and children that were not, an assumed tree takes the place of a drafted one; it is
+corrected in the same way. This module knows no clock and no method.
+Letters: A branches, D depths of trees, E depths of nodes, G numbers of nodes, X nodes of a tree by probability, S sizes.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from eyas.drafters import Shape
 
 __all__ = ["Acceptance", "Plan", "best", "sizes"]
 
-GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # nodes that are tried
+GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
 BRANCHES = (1, 2, 3, 4, 6, 8, 10)
-MEMORY = 64  # trees that an estimate remembers; earlier ones fade
-PRIOR = 3  # trees that the made-up one weighs
-PRIOR_CHANCE, PRIOR_SHARE = 0.7, 0.2  # of it: of a first child; of each further child of what the one before had
+MEMORY = 64  # trees that an estimate averages over; earlier ones decay
+PRIOR = 3  # trees that the assumed tree counts for
+PRIOR_CHANCE = 0.7  # of the first child, in the assumed tree
+PRIOR_SHARE = 0.2  # of each further child, as a share of the one before
 
 Array = np.ndarray[Any, Any]
 
 
 class Plan(NamedTuple):
-    """A size, and what is expected of it."""
+    """A size of tree and its expected tokens and seconds."""
 
     shape: Shape
-    accepted: float  # draft tokens a cycle and row
-    seconds: float  # of a cycle, by the costs
+    accepted: float  # draft tokens of a cycle and row
+    seconds: float  # of a cycle
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of one row."""
+        """Tokens a second of one row."""
         return (1 + self.accepted) / self.seconds
 
 
 class _Tree(NamedTuple):
-    """What `Acceptance.learn` is told."""
+    """The arguments of `Acceptance.learn`."""
 
     parents: Sequence[int]
     values: Sequence[float]
@@ -61,7 +62,7 @@ class _Tree(NamedTuple):
 
 @cache
 def sizes(limit: Shape) -> tuple[Shape, ...]:
-    """The trees that are tried: those that can be as deep as they may and have as many nodes as they may, none larger than `limit`."""
+    """The sizes that are compared, none larger than `limit`: those that can reach their depth and their number of nodes."""
     nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
     branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
     found = {
@@ -75,13 +76,18 @@ def sizes(limit: Shape) -> tuple[Shape, ...]:
 
 
 def best(shapes: Sequence[Shape], accepted_S: Array, seconds_S: Array) -> Plan:
-    """The size with the highest rate, of equals the first: what each is expected to yield, and what a cycle with it takes."""
+    """The size with the highest rate; among equals the first.
+
+    Args:
+        accepted_S: expected draft tokens of a cycle with each of `shapes`.
+        seconds_S: expected seconds of that cycle.
+    """
     place = int(((1 + accepted_S) / seconds_S).argmax())
     return Plan(shapes[place], float(accepted_S[place]), float(seconds_S[place]))
 
 
 class Acceptance:
-    """What trees of any size yield, learnt from those that were drafted."""
+    """Expected accepted tokens of trees of any size, learnt from trees that were drafted and verified."""
 
     def __init__(self, limit: Shape) -> None:
         self.limit, self.shapes = limit, sizes(limit)
@@ -91,8 +97,8 @@ class Acceptance:
         self._levels_E, self._nodes_G = np.arange(1, limit.depth + 1), np.array(self.nodes)
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # promised
-        self._add(*_made_up(limit), limit)
-        self._made_up_ADGE = self._mean_ADGE.copy()
+        self._add(*_assumed_tree(limit), limit)
+        self._assumed_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
         self._accepted_S: Array | None = None  # until the next tree
         self._waiting: list[_Tree] = []
@@ -104,7 +110,7 @@ class Acceptance:
 
     @property
     def accepted_S(self) -> Array:
-        """Accepted draft tokens that a cycle with each of `shapes` is expected to yield; nothing larger yields less than what it holds."""
+        """Expected accepted draft tokens of a cycle with each of `shapes`. A larger tree never yields less than a smaller one."""
         if self._waiting:
             self._work_through()
         if self._accepted_S is None:
@@ -115,7 +121,7 @@ class Acceptance:
         known_ADG1 = self._count_ADG[..., None] / (self._count_ADG[..., None] + PRIOR)
         seen_ADGE, guessed_ADGE = (
             1 - (1 - promised_ADGE).clip(1e-6) ** self._exponent_E(sum_E)
-            for promised_ADGE, sum_E in ((self._mean_ADGE, self._sums_4E[2]), (self._made_up_ADGE, self._sums_4E[3]))
+            for promised_ADGE, sum_E in ((self._mean_ADGE, self._sums_4E[2]), (self._assumed_ADGE, self._sums_4E[3]))
         )
         reached_ADGE = np.minimum.accumulate(known_ADG1 * seen_ADGE + (1 - known_ADG1) * guessed_ADGE, axis=-1)
         found = reached_ADGE.sum(-1)
@@ -125,7 +131,7 @@ class Acceptance:
         return here
 
     def _exponent_E(self, promised_E: Array) -> Array:
-        """What makes the promises right, by depth; where little is known, that of the depth above, and 1 for the first."""
+        """The exponent k by depth. Where little is known it is near that of the depth above, and near 1 at the first depth."""
         found, k = [], 1.0
         for trees, kept, promised in zip(*self._sums_4E[:2].tolist(), promised_E.tolist(), strict=True):
             if trees:
@@ -136,22 +142,23 @@ class Acceptance:
         return np.array(found)
 
     def __call__(self, shape: Shape) -> float:
-        """Of one of `shapes`."""
+        """Expected accepted draft tokens of one of `shapes`."""
         return float(self.accepted_S[self.place[shape]])
 
     def learn(
         self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int,
         drafted: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
-        """A tree that was drafted and verified. It waits until somebody asks what trees yield: many at once are worked through much
-        faster, as a model's pass drives all else out of the caches.
+        """Take in a tree that was drafted and verified.
+
+        Trees are collected and worked through when an estimate is read, which is faster, as the code is then in the caches.
 
         Args:
             parents: of each node; -1 the root, a parent before its children.
-            values: the log of how probable the path to each node was held to be; 0 at the root.
-            shape: as which it was grown.
+            values: log q of the path to each node; 0 at the root.
+            shape: the size that it was grown with.
             accepted: draft tokens of the accepted path.
-            drafted: parents and values of all nodes that it was chosen from, likewise; None: of these alone.
+            drafted: parents and values of all nodes that it was chosen from; None: of these nodes.
         """
         self._waiting.append(_Tree(parents, values, shape.within(self.limit), accepted, drafted))
         if len(self._waiting) == MEMORY:
@@ -165,7 +172,7 @@ class Acceptance:
     def _learn(self, tree: _Tree) -> None:
         parents, values, shape, accepted, drafted = tree
         promised_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
-        foretold_E = self._made_up_ADGE[self._cell(self._nearest(shape))]
+        foretold_E = self._assumed_ADGE[self._cell(self._nearest(shape))]
         new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, promised_E, foretold_E])
         self._sums_4E[:, : shape.depth] *= 1 - 1 / MEMORY
         self._sums_4E[:, : shape.depth] += new_4E[:, : shape.depth]
@@ -175,13 +182,13 @@ class Acceptance:
             self._add(*drafted, shape._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
 
     def _find_nearest(self, shape: Shape) -> Shape:
-        """The largest of `shapes` within a shape, or the smallest there is."""
+        """The largest of `shapes` within this one; else the smallest of all."""
         if shape in self.place:
             return shape
         return max((s for s in self.shapes if s.within(shape) == s), key=lambda s: (s.depth, s.nodes, s.branch), default=self.shapes[0])
 
     def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
-        """What the tree says about every size that it holds."""
+        """Average the promises of every size that this tree contains."""
         depths = _depths(parents)
         levels = [list[int]() for _ in range(1 + max(depths))]
         for n, depth in enumerate(depths):
@@ -209,7 +216,7 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _drafted_with(parents: Sequence[int], values: Sequence[float], levels: Sequence[Sequence[int]], branch: int) -> list[bool]:
-    """[X]: the nodes that growing with this branch would have drafted: `branch` children of the `branch` best nodes of each level."""
+    """[X]: whether growth with this branch drafts the node: `branch` children of the `branch` best nodes of each level."""
     drafted, children = [True] * len(parents), [0] * len(parents)
     expanded = {0}
     for level in levels[1:]:
@@ -224,8 +231,8 @@ def _drafted_with(parents: Sequence[int], values: Sequence[float], levels: Seque
     return drafted
 
 
-def _made_up(limit: Shape) -> tuple[list[int], list[float]]:
-    """The best `limit.nodes` nodes of a tree whose every node has the same chances."""
+def _assumed_tree(limit: Shape) -> tuple[list[int], list[float]]:
+    """The assumed tree: the best `limit.nodes` nodes where all nodes have children of the same probabilities."""
     chances = [PRIOR_CHANCE * PRIOR_SHARE**rank for rank in range(limit.branch)]
     parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
 

@@ -1,4 +1,4 @@
-"""`eyas tune`: what passes and drafts cost on this machine, and the tree that follows."""
+"""`eyas tune`: measures passes and drafts on this machine, and shows the tree that makes most tokens a second."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ GROUP = "Information"
 EXAMPLES = (
     ("eyas tune", "the embedded model"),
     ("eyas tune --target MODEL --draft HEAD", "your model with its head"),
-    ("eyas tune --force", "measure again: the machine was busy, or has changed"),
+    ("eyas tune --force", "measure again, as the machine was busy or has changed"),
 )
 NOTES = (
     "Costs are measured when they are first needed, and kept in $XDG_CACHE_HOME/eyas or ~/.cache/eyas.",
-    "What is expected before anything was drafted is a guess; while it decodes, --tree auto goes on with what it sees.",
+    "The expected tokens are a guess, as nothing was drafted yet; --tree auto corrects it while it decodes.",
 )
 
 
@@ -58,7 +58,7 @@ class TuneOptions:
 
 
 def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -> None:
-    """Measure what trees cost on this machine, and show the one that pays most."""
+    """Measure the cost of trees on this machine and show the fastest one."""
     from eyas.adaptive.cost import cost_key, cost_path, load_costs
     from eyas.adaptive.goodput import Acceptance, Plan, sizes
 
@@ -79,12 +79,13 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
         }
         plain = {"tokens_per_second": 1 / costs.plain()}
         print(json.dumps({
-            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place, "costs": asdict(costs),
+            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place, "costs": asdict(costs), "doubtful": costs.doubtful,
             "plain": plain, "tree": tree,
         }))  # fmt: skip
         return
     _print(llm, costs, chosen, plans)
     note(f"{'measured before; --force measures again' if known else 'measured now'}: {place}")
+    note(f"quality of the measurement: {costs.quality}")
 
 
 def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
@@ -106,11 +107,11 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
     for branch, first, deeper in zip(costs.branches, costs.first, costs.deeper, strict=True):
         table.add_row(str(branch), f"{1e3 * first:.2f}", f"{1e3 * deeper:.2f}")
     console.print(table)
-    console.print(f"the rest of a cycle {1e3 * costs.rest:.2f}, of a plain one {1e3 * costs.plain_rest:.2f}")
+    console.print(f"rest of a cycle with a draft {1e3 * costs.rest:.2f}, without one {1e3 * costs.plain_rest:.2f}")
     plain = 1 / costs.plain()
     table = Table(
         "tree",
-        title="Expected before anything was drafted",
+        title="Expected, before anything was drafted",
         title_justify="left",
         box=SIMPLE,
         padding=(0, 1, 0, 0),

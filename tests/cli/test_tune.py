@@ -56,20 +56,20 @@ def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) 
     plain = answer("--method", "vanilla", "--prompt-ids", "5,9,100")
     auto = answer("--draft", "head", "--prompt-ids", "5,9,100")
     assert (plain["policy"], auto["policy"]) == ("fixed", "auto")
-    assert plain["decisions"] == {"own": plain["cycles"]}
+    assert plain["decisions"] == {"fixed": plain["cycles"]}
     assert auto["token_ids"] == plain["token_ids"]
     assert sum(auto["decisions"].values()) == auto["cycles"]
     assert auto["decisions"]["plain"] >= 3
     described = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree.nodes", 9)
-    assert (described["policy"], set(described["decisions"])) == ("fixed", {"own"})
+    assert (described["policy"], set(described["decisions"])) == ("fixed", {"fixed"})
     fixed = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "fixed")
-    assert (fixed["policy"], set(fixed["decisions"])) == ("fixed", {"own"})
+    assert (fixed["policy"], set(fixed["decisions"])) == ("fixed", {"fixed"})
     within = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2)
     assert within["policy"] == "auto"
     assert set(within["decisions"]) <= {"plain", "suffix", *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11))}
     suffix = answer("--method", "suffix", "--prompt-ids", "5,9,5,9,5,9")
     assert suffix["policy"] == "auto"
-    assert set(suffix["decisions"]) == {"plain", "own"}
+    assert set(suffix["decisions"]) == {"plain", "fixed"}
 
 
 def test_a_wrong_mode(refused: Callable[..., str]) -> None:

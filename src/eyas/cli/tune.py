@@ -79,7 +79,8 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
         }
         plain = {"tokens_per_second": 1 / costs.plain()}
         print(json.dumps({
-            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place, "costs": asdict(costs), "doubtful": costs.doubtful,
+            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place,
+            "costs": asdict(costs), "doubtful": costs.doubtful,
             "plain": plain, "tree": tree,
         }))  # fmt: skip
         return

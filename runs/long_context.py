@@ -25,6 +25,7 @@ from torch import Tensor
 import eyas
 from eyas.api import LLM
 from eyas.core.engine import Decoder, Request
+from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
@@ -53,11 +54,11 @@ class ForcedText:
     def __init__(self, prompt_tokens: int, text: Sequence[int]) -> None:
         self.prompt_tokens, self.text = prompt_tokens, torch.tensor([*text, 0])
 
-    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops) -> Verdict:
         index_BN = position_B[:, None] + draft.tree.depth_BN - self.prompt_tokens + 1
         tokens_BN = self.text[index_BN.clamp(max=len(self.text) - 1)]
         forced_BNV = torch.full_like(scores_BNV, -1e9).scatter(2, tokens_BN[..., None], 0.0)
-        return verify(draft, forced_BNV, position_B, noise)
+        return verify(draft, forced_BNV, position_B, noise, ops)
 
 
 def cycles(drafting: Drafter, prompt: list[int], text: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.engine import Verify
+from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
@@ -56,8 +57,8 @@ class _Simulated:
     def __init__(self, rates: tuple[float, ...], seed: int) -> None:
         self.rates, self.seed = rates, seed
 
-    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
-        broken_B = verify(draft, scores_BNV, position_B, noise).broken_B  # its time counts, what it accepts does not
+    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
+        broken_B = verify(draft, scores_BNV, position_B, noise, ops).broken_B  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
         uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]

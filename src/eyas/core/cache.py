@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from eyas import kernels
+from eyas.core.ops import REFERENCE, Ops
 from eyas.kernels import Pass
 from eyas.nn import rope
 
@@ -83,9 +83,9 @@ class DraftLayerCache:
 class KVCache(Cache):
     """Keys and values of B rows in one tensor [E, B, H, S, width] (one for each shape, where layers differ)."""
 
-    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, ops: Ops = REFERENCE) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.rows, self.dtype, self.device = rows, dtype, device
+        self.rows, self.dtype, self.device, self.ops = rows, dtype, device, ops
         self.slots = 0
         self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> ((shape, entry) of keys, (shape, entry) of values)
         self._count: dict[tuple[int, int], int] = {}
@@ -142,15 +142,8 @@ class KVCache(Cache):
         """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
         if path_BP.shape[1] == 1:
             return
-        if self.device.type == "cpu" and self.dtype == torch.float32 and kernels.available():
-            for store in self._stores.values():
-                kernels.commit(store, length_B, path_BP)
-            return
-        row_B1 = torch.arange(self.rows, device=self.device)[:, None]
-        goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=self.device)
-        source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
         for store in self._stores.values():
-            store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
+            self.ops.commit(store, length_B, path_BP)
 
     @property
     def addresses(self) -> tuple[int, ...]:

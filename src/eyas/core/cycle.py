@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.ops import Ops
 from eyas.core.processors import node_scores
 from eyas.core.sampling import GumbelNoise
 from eyas.core.target import TargetSession
-from eyas.core.timing import StageTimer
 from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.timing import StageTimer
 
 __all__ = ["Cycle", "CycleRunner", "Verify"]
 
-Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise], Verdict]  # (draft, scores_BNV, position_B of the root, noise)
+Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]  # (draft, scores_BNV, position_B of the root, noise, ops)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class CycleRunner:
             output = self.target.forward(draft.tokens_BN, draft.tree)
         with timer.stage("verify"):
             scores_BNV = node_scores(output.logits_BNV, draft, cycle_input)
-            verdict = self.verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise)
+            verdict = self.verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, self.target.target.run.ops)
         with timer.stage("commit"):
             self.target.commit(verdict, cycle_input.active_B)
             if drafter is not None:

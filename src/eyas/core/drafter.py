@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eyas import checkpoints, kernels
+from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.requests import PlanLabel, Step
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.errors import OptionError, UnknownOptionError, near
-from eyas.nn import Documents, fp8, with_cpu_kernels
+from eyas.nn import Documents
 
 if TYPE_CHECKING:
     from eyas.core.target import Target
@@ -184,13 +184,8 @@ class Drafter(ABC):
 
     @cached_property
     def decoding(self) -> Any:
-        """The net as decoding runs it: by kernels where the target is run by them, with its weights as was asked for."""
-        target = self.target
-        if self.net is None or not (target.by_kernels or target.draft_weights == "fp8"):
-            return self.net
-        return (
-            with_cpu_kernels(self.net, kernels.draft_format(target.draft_weights), target.run.team) if target.by_kernels else fp8(self.net)
-        )
+        """The net as decoding runs it: faster where the target's runner has something faster, rounded where that was asked for."""
+        return None if self.net is None else self.target.run.ops.draft_net(self.net, self.target.draft_weights)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options

@@ -21,10 +21,10 @@ from eyas.core.processors import node_scores
 from eyas.core.requests import Request, Step
 from eyas.core.rows import Batch, Row, cycle_input, token_history
 from eyas.core.target import Target
-from eyas.core.timing import StageTimer
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.core.verify import verify
 from eyas.errors import InputError
+from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
 
@@ -113,10 +113,10 @@ class Decoder:
             row = Row(ticket, request, list(request.prompt), token_history(request, self.model))
             last_1 = torch.tensor([len(request.prompt) - 1], device=self.model.device)
             token_1 = torch.tensor([request.prompt[-1]], device=self.model.device)
-            prompt_end = cycle_input([row], Batch.of([row], self.model.device), token_1, last_1, len(request.prompt) - 1)
+            prompt_end = cycle_input([row], Batch.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
             root = Draft(Tree.chain(1, 1, self.model.device), token_1[:, None])
             scores_1NV = node_scores(logits_V[None, None], root, prompt_end)
-            verdict = verify(root, scores_1NV, last_1, prompt_end.noise)
+            verdict = verify(root, scores_1NV, last_1, prompt_end.noise, self.model.run.ops)
             if bool(torch.isnan(scores_1NV).any()):
                 raise self.model.nan_error(request.prompt)
             self.rows[b], self._batch = row, None
@@ -142,7 +142,7 @@ class Decoder:
         if self._batch is None or self._roots_B is None:
             self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
         if self._batch is None:
-            self._batch = Batch.of(self.rows, self.model.device)
+            self._batch = Batch.of(self.rows, self.model)
         return cycle_input(self.rows, self._batch, self._roots_B, self.target.length_B, max(self.target.lengths))
 
     def _emit(self, cycle: Cycle, timer: StageTimer) -> list[Step]:

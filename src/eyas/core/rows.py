@@ -47,7 +47,7 @@ class Batch:
     eos: tuple[frozenset[int], ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Row | None], device: torch.device) -> Batch:
+    def of(cls, rows: Sequence[Row | None], target: Target) -> Batch:
         """The batch of these rows, of which at least one is busy. Empty rows are given a busy one's Sampling: what they compute is
         ignored, and recordings for fewer combinations are needed."""
         idle = next(row for row in rows if row).request.sampling
@@ -55,8 +55,8 @@ class Batch:
         processors = tuple(row.request.processors if row else () for row in rows)
         return cls(
             sampling=sampling,
-            noise=GumbelNoise.of(sampling, device),
-            active_B=torch.tensor([row is not None for row in rows], device=device),
+            noise=target.run.ops.noise(sampling, target.device),
+            active_B=torch.tensor([row is not None for row in rows], device=target.device),
             active_rows=tuple(b for b, row in enumerate(rows) if row),
             processors=processors if any(processors) else (),
             eos=tuple(row.request.eos if row else frozenset() for row in rows),

@@ -22,7 +22,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from eyas import kernels
 from eyas.errors import OptionError
 
 __all__ = ["GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
@@ -194,18 +193,9 @@ class GumbelNoise:
         Args:
             vocab: how many tokens, or the ids of those that are asked about.
         """
-        if position_BN.device.type == "cpu" and kernels.available():
-            return kernels.gumbel(self.seed_B, self.greedy_B, stream, position_BN, vocab)
         tokens_V = torch.arange(vocab, device=position_BN.device) if isinstance(vocab, int) else vocab
         noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
-
-    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor] | None:
-        """int64 [B, N]: the largest score + TARGET noise at nodes of these depths below roots at `position`, by the compiled kernels, which
-        work out little of the noise; bool [B]: rows with a score that is not a number. None where there are no kernels."""
-        if scores_BNV.device.type != "cpu" or not kernels.available():
-            return None
-        return kernels.draw(scores_BNV, depth_BN, position_B, self.seed_B, self.greedy_B, self.TARGET)
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = ACCEPT) -> Tensor:
         """bool [B]: the outcomes of accept tests with these chances, by the uniform numbers of (stream, position, index)."""

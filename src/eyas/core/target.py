@@ -29,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
+from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import EyasError, FitError, ModelError, OptionError
@@ -89,6 +90,8 @@ class Runner(Protocol):
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
+
+    ops: Ops  # of cycles
 
     def wrap_cycle(self, cycle: Any) -> Any:
         """How the cycles of one decoder are run (`core.cycle.CycleRunner`): as they are, or by recordings of them."""
@@ -257,7 +260,7 @@ class TargetSession:
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(target.layout, rows, target.dtype, target.device)
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.lengths = [0] * rows  # the host's copy
 
@@ -364,6 +367,9 @@ class ModelRunner:
     threads: int | None = None
     team: ThreadCount = None
     backend = None
+
+    def __init__(self, ops: Ops = REFERENCE) -> None:
+        self.ops = ops
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target = work.target

@@ -28,70 +28,40 @@ Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from eyas import kernels
+from eyas.core.ops import REFERENCE, Ops, accepted_nodes, check_siblings, verdict_of
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, Tree, Verdict
 
 __all__ = ["verify"]
 
 
-def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
     """Accept the longest path that the target itself would have taken.
 
     Args:
-        scores_BNV: float32; softmax over V is the target's law at each node, as `sampling.process` left it.
+        scores_BNV: float32; softmax over V is the target's distribution at each node, as `processors.node_scores` left it.
         position_B: int64; absolute position of the root; a child of a node at depth d is drawn with the noise of position + d + 1.
         noise: the rows' random numbers.
+        ops: how tokens are drawn and paths are followed.
     """
     tree = draft.tree
-    if tree.nodes == 1 and draft.q_BNV is None:  # plain decoding
-        draw_B1, broken_B = _draw(tree, scores_BNV, position_B, noise)
-        return Verdict(torch.zeros_like(draw_B1), draft.tokens_BN, torch.ones_like(position_B), draw_B1[:, 0], broken_B)
-    if draft.q_BNV is None and draft.tokens_BN.device.type == "cpu" and kernels.available():
-        draw_BN, broken_B = _draw(tree, scores_BNV, position_B, noise)
-        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1), broken_B)
-    torch._assert_async(~_twins(tree, draft.tokens_BN).any(), "siblings with the same token; unite them before verification")
-    draw_BN, _ = _draw(tree, scores_BNV, position_B, noise)
-    accepted_BN, bonus_B = _follow(tree, draft.tokens_BN, draw_BN)
-    if draft.q_BNV is not None:
-        judge = _judge_block if draft.block else _reject
-        drawn_accepted_BN, drawn_bonus_B = judge(draft, draft.q_BNV, scores_BNV, position_B, noise)
-        accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, drawn_accepted_BN)
-        bonus_B = torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)
-    return _verdict(tree, draft.tokens_BN, accepted_BN, bonus_B)
-
-
-def _twins(tree: Tree, tokens_BN: Tensor) -> Tensor:
-    """bool [B, N, N]: two candidates with one parent and one token."""
-    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
-    both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
-    return (same_BNN & both_BNN).triu(1)
-
-
-def _draw(tree: Tree, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
-    """int64 [B, N]: the token that the target draws at each node; nodes of one depth share the noise of their position. And what is said of
-    broken rows (`Verdict`)."""
-    if (drawn := noise.draw(scores_BNV, tree.depth_BN, position_B)) is not None:
-        return drawn
-    position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
-    if noise.all_greedy:
-        return scores_BNV.argmax(-1), None
-    logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
-    gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
-    depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
-    return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
-
-
-def _follow(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """A node is accepted when it and all its ancestors are what their parents drew."""
-    hit_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
-    hit_BN = hit_BN | (tree.parents_BN < 0)
-    accepted_BN = (hit_BN[:, None] | ~tree.mask_BNN).all(-1)
-    last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
-    return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
+    draw_BN, nan_B = ops.draw(scores_BNV, tree, position_B, noise)
+    if draft.q_BNV is None:
+        if tree.nodes == 1:  # plain decoding
+            return Verdict(torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], nan_B)
+        return replace(ops.follow(draft, draw_BN), broken_B=nan_B)
+    check_siblings(tree, draft.tokens_BN)
+    accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
+    judge = _judge_block if draft.block else _reject
+    drawn_accepted_BN, drawn_bonus_B = judge(draft, draft.q_BNV, scores_BNV, position_B, noise)
+    accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, drawn_accepted_BN)
+    bonus_B = torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)
+    return verdict_of(tree, draft.tokens_BN, accepted_BN, bonus_B)
 
 
 def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
@@ -172,13 +142,3 @@ def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
     rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)
-
-
-def _verdict(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
-    """The accepted nodes, one per depth, in order."""
-    depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
-    on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
-    length_B = accepted_BN.sum(-1)
-    path_BP = torch.where(depth_P < length_B[:, None], on_path_BPN.int().argmax(-1), -1)
-    tokens_BP = torch.where(path_BP >= 0, tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
-    return Verdict(path_BP, tokens_BP, length_B, bonus_B)

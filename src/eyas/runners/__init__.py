@@ -13,12 +13,13 @@ from copy import copy
 
 import torch
 
-from eyas.core.target import Target
+from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
-from eyas.kernels import WeightFormat, has_vnni
+from eyas.kernels import WeightFormat, available, has_vnni
 from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, runner
+from eyas.runners.cpu_ops import CycleKernels
 from eyas.runners.graphs import GraphRunner
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
@@ -78,8 +79,10 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
             return target.run_with(runner(target, form))
         except UnsuitedError as why:
             raise OptionError(f"{asked} are for the compiled kernels, and there are none for this model: {why}") from why
-    if kernels == "off" or (kernels == "auto" and not own):
+    if kernels == "off":
         return target
+    if kernels == "auto" and not own:
+        return _with_cycle_kernels(target)
     if target.device.type == "cuda":
         return _by_graphs(target, kernels)
     if kernels == "compile":
@@ -89,7 +92,14 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
     except UnsuitedError as why:
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
+        return _with_cycle_kernels(target)
+
+
+def _with_cycle_kernels(target: Target) -> Target:
+    """The model's own forward; draws, paths and commits by compiled kernels where there are any for its device."""
+    if target.device.type != "cpu" or not available():
         return target
+    return target.run_with(ModelRunner(CycleKernels()))
 
 
 def _by_graphs(target: Target, kernels: str) -> Target:

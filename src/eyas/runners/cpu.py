@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from eyas import kernels
 from eyas.core.cycle import CycleRunner
+from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, Pass, Shape, ThreadCount, WeightFormat
 from eyas.runners._threads import Threads
+from eyas.runners.cpu_ops import KernelOps
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 
@@ -81,6 +83,7 @@ class CpuRunner:
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
+        self.ops: Ops = KernelOps(self.team)
 
     @property
     def threads(self) -> int | None:

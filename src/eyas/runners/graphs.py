@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
+from eyas.core.ops import REFERENCE
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.kernels import EXACT, ThreadCount
@@ -191,6 +192,7 @@ class GraphRunner:
     form = EXACT
     threads: int | None = None
     team: ThreadCount = None
+    ops = REFERENCE
 
     def __init__(self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None) -> None:
         self.target, self.capture, self.own = target, capture or CudaCapture(target.device), ModelRunner()

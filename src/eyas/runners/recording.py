@@ -21,9 +21,9 @@ from torch import Tensor
 from eyas.core.cycle import Cycle, CycleRunner
 from eyas.core.drafter import CycleInput
 from eyas.core.sampling import GumbelNoise
-from eyas.core.timing import StageTimer
 from eyas.core.tree import Draft, FullDraft, TargetOutput, Tree, Verdict
 from eyas.core.verify import verify
+from eyas.timing import StageTimer
 
 __all__ = ["BUCKET", "CycleReplay", "Recorder", "State"]
 

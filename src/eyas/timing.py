@@ -1,4 +1,4 @@
-"""Seconds by stage of one cycle, on the host's clock. The engine names the stages; nothing else in `core` knows time."""
+"""Seconds by stage of one cycle, on the host's clock. The engine names the stages and knows no clock itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,93 @@
+"""The operations of a cycle that a runner may have faster ones for: here in torch, the reference.
+
+A target's runner chooses them once (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels. Whoever makes faster ones answers
+for the same numbers: same draws, same paths, same caches.
+
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x {key, value}, K heads, S slots, h width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.tree import Draft, Tree, Verdict
+from eyas.nn import fp8
+
+__all__ = ["REFERENCE", "Ops", "accepted_nodes", "check_siblings", "verdict_of"]
+
+
+class Ops:
+    """The torch reference of every operation."""
+
+    def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
+        """The random numbers of rows with these samplings; None is an empty row."""
+        return GumbelNoise.of(sampling, device)
+
+    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+        """The token that the target draws at each node: the largest log p + noise of the position behind the node, so nodes of one depth
+        share their noise; greedy rows: the largest score.
+
+        Args:
+            position_B: int64; absolute position of the root.
+
+        Returns:
+            int64 [B, N]; and bool [B], rows with a score that is NaN, where that is seen on the way.
+        """
+        if noise.all_greedy:
+            return scores_BNV.argmax(-1), None
+        position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
+        logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
+        gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
+        depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
+        return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
+
+    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+        """The path of the nodes that are what their parents drew. Siblings have distinct tokens."""
+        check_siblings(draft.tree, draft.tokens_BN)
+        return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
+
+    def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+        """Move the nodes of each row's path (-1 past its end) in [E, B, K, S, h] to the slots behind its committed ones; the root stands
+        there already."""
+        row_B1 = torch.arange(store.shape[1], device=store.device)[:, None]
+        goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=store.device)
+        source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
+        store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
+
+    def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
+        """A draft's net as decoding runs it. draft_weights: "exact", or "fp8": rounded."""
+        return fp8(net) if draft_weights == "fp8" else net
+
+
+REFERENCE = Ops()
+
+
+def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Which nodes are accepted (it and all its ancestors are what their parents drew), bool [B, N]; and the token after them [B]."""
+    hit_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
+    hit_BN = hit_BN | (tree.parents_BN < 0)
+    accepted_BN = (hit_BN[:, None] | ~tree.mask_BNN).all(-1)
+    last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+    return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
+
+
+def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
+    """The accepted nodes, one of each depth, in order."""
+    depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
+    on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
+    length_B = accepted_BN.sum(-1)
+    path_BP = torch.where(depth_P < length_B[:, None], on_path_BPN.int().argmax(-1), -1)
+    tokens_BP = torch.where(path_BP >= 0, tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
+    return Verdict(path_BP, tokens_BP, length_B, bonus_B)
+
+
+def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
+    """AssertionError where two candidates have one parent and one token; on a GPU it comes later, as nothing waits for it."""
+    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
+    both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
+    duplicate = (same_BNN & both_BNN).triu(1).any()
+    torch._assert_async(~duplicate, "siblings with the same token; unite them before verification")

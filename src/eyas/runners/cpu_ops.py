@@ -1,0 +1,57 @@
+"""The operations of a cycle by the compiled kernels of a CPU: the same numbers as `core.ops.Ops`, which is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eyas import kernels
+from eyas.core.ops import Ops
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.tree import Draft, Tree, Verdict
+from eyas.nn import with_cpu_kernels
+
+__all__ = ["CpuNoise", "CycleKernels", "KernelOps"]
+
+
+class CpuNoise(GumbelNoise):
+    """Gumbel noise by kernels."""
+
+    def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = GumbelNoise.TARGET) -> Tensor:
+        return kernels.gumbel(self.seed_B, self.greedy_B, stream, position_BN, vocab)
+
+
+class CycleKernels(Ops):
+    """Draws, paths and commits by kernels, for whatever runs the model."""
+
+    def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
+        return CpuNoise.of(sampling, device)
+
+    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+        return kernels.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
+
+    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+        tree = draft.tree
+        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
+
+    def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+        if store.dtype == torch.float32:
+            kernels.commit(store, length_B, path_BP)
+        else:
+            super().commit(store, length_B, path_BP)
+
+
+class KernelOps(CycleKernels):
+    """And nets of drafts by kernels, where the target itself is run by them.
+
+    Args:
+        threads: for draft nets, asked for anew at every call.
+    """
+
+    def __init__(self, threads: kernels.ThreadCount) -> None:
+        self.threads = threads
+
+    def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
+        return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)

@@ -146,7 +146,7 @@ def temperature_squared(apply_sampling: Any) -> Any:
 
 
 def temperature_before_sampling(node_scores: Any) -> Any:
-    """The loop divides by the temperature, and sampling does again."""
+    """The cycle divides by the temperature, and sampling does again."""
 
     def mutant(logits_BNV: Any, draft: Any, cycle_input: Any) -> Any:
         temperature_B = torch.tensor([s.temperature or 1.0 for s in cycle_input.sampling])
@@ -175,15 +175,15 @@ def remembered(node_scores: Any) -> Any:
 def bonus_from_raw_logits(verify: Any) -> Any:
     """The bonus is drawn from logits to which no sampling was applied."""
 
-    def mutant(draft: Any, scores_BNV: Any, position_B: Any, noise: Any) -> Any:
+    def mutant(draft: Any, scores_BNV: Any, position_B: Any, noise: Any, ops: Any) -> Any:
         from eyas.core.tree import Draft, Tree
 
-        verdict = verify(draft, scores_BNV, position_B, noise)
+        verdict = verify(draft, scores_BNV, position_B, noise, ops)
         raw_BNV = RAW[-1].float()
         last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
         raw_B1V = raw_BNV.gather(1, last_B1[..., None].expand(-1, -1, raw_BNV.shape[-1]))
         root = Draft(Tree.chain(len(last_B1), 1), last_B1)
-        return replace(verdict, bonus_B=verify(root, raw_B1V, position_B + verdict.length_B - 1, noise).bonus_B)
+        return replace(verdict, bonus_B=verify(root, raw_B1V, position_B + verdict.length_B - 1, noise, ops).bonus_B)
 
     return mutant
 
@@ -283,21 +283,27 @@ MUTATIONS = (
     mutation(
         "target positions off by one",
         ids("vanilla"),
-        patch("core.verify:_draw", on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B - 1, noise))),
+        patch(
+            "core.ops:Ops.draw", on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise))
+        ),
         words=OTHER_IDS,
     ),
     mutation(
         "noise of the next depth",
         chosen("chain"),
-        patch("core.verify:_draw", on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B + 1, noise))),
+        patch(
+            "core.ops:Ops.draw", on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise))
+        ),
         words=OTHER_POSITION,
     ),
-    mutation("the bonus of the node before the last", chosen("chain"), patch("core.verify:_follow", bonus_of_the_node_before), words=LAW),
+    mutation(
+        "the bonus of the node before the last", chosen("chain"), patch("core.ops:accepted_nodes", bonus_of_the_node_before), words=LAW
+    ),
     # which nodes are tried and accepted
     mutation(
         "children under the wrong parent, chosen",
         chosen("binary"),
-        patch("core.verify:_follow", with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()})),
+        patch("core.ops:accepted_nodes", with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()})),
         words=LAW,
     ),
     mutation(
@@ -318,13 +324,13 @@ MUTATIONS = (
     mutation(
         "scouts are accepted",
         chosen("scouts"),
-        patch("core.verify:_follow", with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)})),
+        patch("core.ops:accepted_nodes", with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)})),
         words=LAW,
     ),
     mutation(
         "duplicate siblings followed to the longest",
         ("core.test_verify", "test_siblings_must_differ", (False,)),
-        patch("core.verify:_twins", lambda twins: lambda *arguments: torch.zeros_like(twins(*arguments))),
+        patch("core.ops:check_siblings", lambda check: lambda *arguments: None),
         words="two siblings with one token were verified",
     ),
     # sampling
@@ -349,8 +355,8 @@ MUTATIONS = (
         "another row's noise for the draws",
         ids("eagle2"),
         patch(
-            "core.verify:_draw",
-            on_other_arguments(lambda tree, scores, position_B, noise: (tree, scores, position_B, of_the_row_before(noise))),
+            "core.ops:Ops.draw",
+            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))),
         ),
         words=OTHER_IDS,
     ),

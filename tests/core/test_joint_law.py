@@ -101,9 +101,6 @@ class ReadTwice(GumbelNoise):
     def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = GumbelNoise.TARGET) -> Tensor:
         return super().gumbel(position_BN // 2, vocab, stream)
 
-    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> None:
-        return None
-
     def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
         return super().accepts(chance_B, position_B // 2, index, stream)
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,34 @@ from scipy import stats
 from torch import Tensor
 
 from eyas import kernels
+from eyas.core.ops import REFERENCE
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, probs
 from eyas.core.tree import Choices, Draft, Tree, Verdict
 from eyas.core.verify import verify
 from eyas.drafters import CycleInput
 from eyas.drafters._grow import Growth, grow_static
+from eyas.runners.cpu_ops import CycleKernels
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TOLERANCE = 1e-6
 ONE = Sampling(temperature=1.0)
 
 
+class KernelsBesideScripts(CycleKernels):
+    """The kernels' operations; scripted noise, which they do not know, is drawn with by the reference."""
+
+    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+        draw = REFERENCE.draw if isinstance(noise, Script) else super().draw
+        return draw(scores_BNV, tree, position_B, noise)
+
+
 @pytest.fixture(autouse=True, params=["kernels", pytest.param("torch", marks=pytest.mark.slow)])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen trees are followed by kernels where there are some, else by torch's operations: everything here holds for both."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "available", lambda: False)
-    elif not kernels.available():
-        pytest.skip(f"no kernels here: {kernels.why_not()}")
+    """Everything here holds for the reference's operations and for the kernels'."""
+    if request.param == "kernels":
+        if not kernels.available():
+            pytest.skip(f"no kernels here: {kernels.why_not()}")
+        monkeypatch.setitem(globals(), "verify", partial(verify, ops=KernelsBesideScripts()))
 
 
 class ToyModels:
@@ -190,9 +201,6 @@ class Script(GumbelNoise):
         assert ((index_BN >= 0) & (index_BN < table_BXV.shape[1])).all(), "noise of a position that is not the tree's"
         noise_BNV = table_BXV.gather(1, index_BN[..., None].expand(-1, -1, vocab))
         return Recorded.of(noise_BNV, self.added)
-
-    def draw(self, scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor) -> None:
-        """The kernels' draws know the hash's noise only; tests/test_kernels.py holds them to it."""
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, sibling: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
         assert self.answer_BC is not None

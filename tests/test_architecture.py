@@ -41,12 +41,8 @@ LAYERS = {
 UNKNOWN_TO = {"core": frozenset({"kernels", "time"})}
 # Modules that may import it nevertheless. All but the first go when fast operations have a seam of their own: the list only gets shorter.
 EXCEPT = {
-    ("eyas.core.timing", "time"),  # seconds by stage; no other module of the core knows time
     ("eyas.core.cache", "kernels"),
-    ("eyas.core.drafter", "kernels"),
-    ("eyas.core.sampling", "kernels"),
     ("eyas.core.target", "kernels"),
-    ("eyas.core.verify", "kernels"),
 }
 
 

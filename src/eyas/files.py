@@ -35,7 +35,6 @@ __all__ = [
     "parse_json",
     "prepare_folder",
     "remove_leftovers",
-    "replaced",
     "sha256_of_file",
     "user_cache",
     "write_atomically",
@@ -99,9 +98,6 @@ def write_atomically(path: str | Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-replaced = write_atomically  # the name used before; to be removed with its last use
 
 
 def _sync_folder(folder: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 import eyas
 import processes
-from eyas import cli, drafters, tiny
+from eyas import drafters, tiny
 from eyas.bench import machine
 from eyas.cli import demo, doctor
+from eyas.cli._names import names
 from eyas.core.options import list_options
 
 Run = Callable[..., Any]
@@ -42,7 +43,7 @@ print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
 
 
 def test_the_commands_are_the_files(run: Run) -> None:
-    assert set(cli.names()) == {
+    assert set(names()) == {
         "bench",
         "chat",
         "datastore",
@@ -57,13 +58,13 @@ def test_the_commands_are_the_files(run: Run) -> None:
     }
     shown = run("--help")
     assert shown.exit_code == 0
-    for name in cli.names():
+    for name in names():
         assert re.search(rf"^│ {name} ", shown.output, re.MULTILINE), name
         assert run(name, "--help").exit_code == 0
     assert run("--version").output == f"eyas {eyas.__version__}\n"
 
 
-@pytest.mark.parametrize("name", [*cli.names(), "datastore build"])
+@pytest.mark.parametrize("name", [*names(), "datastore build"])
 def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
     """Of every command, those of methods and of the training's config included: a panel's line that holds an option and
     no text, or only its default, is an option without help."""

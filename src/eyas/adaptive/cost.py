@@ -40,7 +40,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter, Shape
-from eyas.files import parse_json, replaced, user_cache
+from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
 
 __all__ = ["Costs", "cost_key", "cost_path", "draft_cost", "load_costs", "measure", "seconds_of", "verify_cost"]
@@ -373,7 +373,7 @@ def load_costs(
         )
     with suppress(OSError):  # without a cache folder they are measured again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as stream:
+        with write_atomically(path) as stream:
             stream.write((json.dumps({"key": key, "costs": asdict(costs)}) + "\n").encode())
     return costs, False
 

@@ -36,7 +36,7 @@ from eyas.bench.rows import stage_ms
 from eyas.bench.run import Bench
 from eyas.core.engine import Request, StageTimer, Step
 from eyas.drafters import Drafter
-from eyas.files import replaced
+from eyas.files import write_atomically
 from eyas.metrics import cycle_of
 
 __all__ = ["bound", "cycles_of", "profile", "trace_names"]
@@ -172,7 +172,7 @@ def _trace(contestant: Drafting, request: Request, path: Path) -> None:
                 next(steps, None)
     with TemporaryDirectory() as there:
         profiler.export_chrome_trace(str(Path(there) / path.name))
-        with open(Path(there) / path.name, "rb") as written, replaced(path) as stream:
+        with open(Path(there) / path.name, "rb") as written, write_atomically(path) as stream:
             shutil.copyfileobj(written, stream)
 
 

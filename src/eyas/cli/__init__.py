@@ -1,5 +1,6 @@
 """The command line. One file of this folder is one command.
 
+    _names.py      the commands by name
     _app.py        finds the command, reads its options, runs it
     _options.py    options that several commands share, and the options of methods
     _errors.py     which exception becomes which line and which exit status
@@ -13,7 +14,6 @@ with one line from the first moment on.
 
 from __future__ import annotations
 
-import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,12 +21,7 @@ from contextlib import suppress
 
 from eyas.cli._errors import exit_status, replace_closed_streams
 
-__all__ = ["main", "names", "run"]
-
-
-def names() -> list[str]:
-    """The commands: the files of this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+__all__ = ["main", "run"]
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -25,8 +25,8 @@ from cyclopts import App, Group, Parameter
 from rich.markup import escape
 
 from eyas import __version__
-from eyas.cli import names
 from eyas.cli._errors import UsageError
+from eyas.cli._names import names
 from eyas.cli._options import STDIN, MethodOptions, given, placeholders
 from eyas.errors import near
 

@@ -119,7 +119,7 @@ def command(
     if job.compare:
         _refuse_others(job, sampling, model)
         return _compare(*job.compare, as_json=job.as_json)
-    need_packages("bench", "bench", "matplotlib", "scipy")
+    need_packages("bench", "bench", "matplotlib")
     from eyas.bench.run import locked
     from eyas.bench.simulate import parse_rates
 

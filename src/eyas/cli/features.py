@@ -30,7 +30,7 @@ from eyas.cli._options import (
 from eyas.cli._show import progress_bar
 from eyas.cli._workers import Workers, shards_done
 from eyas.errors import InputError, OptionError
-from eyas.files import locked_output
+from eyas.files import locked_output, prepare_folder
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -156,7 +156,6 @@ def _part(text: str) -> tuple[int, int]:
 def _planned(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
     """The store to be filled: begun here, or found as this command began it. Tells what it will take, and asks."""
     from eyas.train.record import versions
-    from eyas.train.state import prepare
     from eyas.train.store import MANIFEST_FILE, FeatureStore, plan_store
 
     settings = _settings(llm, job, options)
@@ -169,7 +168,7 @@ def _planned(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any
         return store
     planned = plan_store(settings, read_data(llm, job.data, job.max_length, job.heldout), versions())
     _agree(planned.manifest, folder, job, range(part[0], len(planned.manifest.shards), part[1]))
-    prepare(folder)
+    prepare_folder(folder)
     with locked_output(folder, part="plan"):
         if (folder / MANIFEST_FILE).exists():
             raise InputError(f"another process began {folder} meanwhile: run the same command again, it goes on there")

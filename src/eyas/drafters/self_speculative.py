@@ -27,7 +27,7 @@ from eyas.core.target import Target
 from eyas.drafters import small_model
 from eyas.drafters._skip import Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
-from eyas.files import parse_json, replaced, user_cache
+from eyas.files import parse_json, user_cache, write_atomically
 
 __all__ = ["Method", "Options", "remembered_search"]
 
@@ -95,6 +95,6 @@ def remembered_search(target: Target) -> Found:
     found = search(target, own_text(target))
     with suppress(OSError):  # then it is searched again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as stream:
+        with write_atomically(path) as stream:
             stream.write((json.dumps(asdict(found)) + "\n").encode())
     return found

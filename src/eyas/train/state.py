@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import prepare_folder as prepare
 from eyas.files import write_atomically, write_errors
 
-__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "prepare", "save_state"]
+__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "save_state"]
 
 STATE_FILE = "state.pt"
 OLD_KEYS = {  # of earlier versions; read for one more release

@@ -122,10 +122,10 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3 and hydra++ are those of the net's own
     modules."""
-    from eyas.core import drafter as _base
     from eyas.nn import with_cpu_kernels as make_quick
+    from eyas.runners import cpu_ops
 
-    monkeypatch.setattr(_base, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
     for name in ("eagle1", "eagle3", "seagle", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), with_cpu_kernels("llama")):
@@ -142,10 +142,10 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
     """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
     different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
     false alarm; none is near on these seeds."""
-    from eyas.core import drafter as _base
     from eyas.nn import with_cpu_kernels as make_quick
+    from eyas.runners import cpu_ops
 
-    monkeypatch.setattr(_base, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
     kind, target = drafters.find(name), with_cpu_kernels("llama")
     head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
@@ -293,6 +293,6 @@ def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
     target = with_cpu_kernels("llama")
     kind = drafters.find("self_speculative")
     drafter = kind.load(None, target, build_options(kind.Options, {"skip": skip, "depth": 3}))
-    assert drafter.draft_model.by_kernels == (skip in ("0", "exit:2"))
+    assert (drafter.draft_model.run.name == "kernels") == (skip in ("0", "exit:2"))
     request = Request(tuple(ids(30)), 16)
     assert run(Decoder(target, drafter), [request])[0] == [plain_decode(model("llama"), request)]

@@ -23,14 +23,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from eyas.core.ops import REFERENCE, Ops
-from eyas.kernels import Pass
-from eyas.nn import rope
+from eyas.nn import CacheContents, rope
 
-__all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "layout_of", "slot_mask", "slot_positions"]
+__all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "commit_path", "layout_of", "slot_mask", "slot_positions"]
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 
+Commit = Callable[[Tensor, Tensor, Tensor], None]  # as `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
 
 
@@ -68,8 +67,8 @@ class DraftLayerCache:
         """bool: what the next nodes attend to."""
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
-    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
-        """Not for kernels."""
+    def contents(self) -> CacheContents | None:
+        """Never handed out: a layer that is compiled is not run by kernels."""
         return None
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,9 +82,9 @@ class DraftLayerCache:
 class KVCache(Cache):
     """Keys and values of B rows in one tensor [E, B, H, S, width] (one for each shape, where layers differ)."""
 
-    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, ops: Ops = REFERENCE) -> None:
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, commit: Commit | None = None) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.rows, self.dtype, self.device, self.ops = rows, dtype, device, ops
+        self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
         self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> ((shape, entry) of keys, (shape, entry) of values)
         self._count: dict[tuple[int, int], int] = {}
@@ -143,7 +142,7 @@ class KVCache(Cache):
         if path_BP.shape[1] == 1:
             return
         for store in self._stores.values():
-            self.ops.commit(store, length_B, path_BP)
+            self._commit(store, length_B, path_BP)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -211,14 +210,11 @@ class WindowCache(KVCache):
         """bool: what the next nodes attend to."""
         return self.now().mask_R1NW
 
-    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
-        """The same for kernels, which store keys and values themselves; None: they do not know windows."""
+    def contents(self) -> CacheContents | None:
+        """The tensors of the cache, for kernels, which store keys and values themselves; None with a window, which they do not know."""
         if self.window is not None:
             return None
-        visible_RNT = self._visible_RNT.contiguous()
-        return Pass(
-            self._length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine, self.tensor, self._span.start
-        )  # fmt: skip
+        return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._span.start)
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""
@@ -239,6 +235,17 @@ class WindowCache(KVCache):
         raw_BCKh = store[raw, row_B1, :, slot_C[None]]
         store[key, row_B1, :, slot_C] = rope(raw_BCKh, slot_C.expand(self.rows, -1), frequency_h)
         return length_B.clamp(max=sink + size)
+
+
+def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, width] to the slots behind its committed ones.
+
+    The root stands there already.
+    """
+    row_B1 = torch.arange(store.shape[1], device=store.device)[:, None]
+    goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=store.device)
+    source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
+    store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:

@@ -9,19 +9,54 @@ Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from eyas.core.cache import WindowCache, commit_path
+from eyas.core.inputs import CycleInput
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import fp8
 
-__all__ = ["REFERENCE", "Ops", "accepted_nodes", "check_siblings", "verdict_of"]
+__all__ = ["REFERENCE", "Ops", "TreeGrower", "accepted_nodes", "check_siblings", "verdict_of"]
+
+
+class TreeGrower(Protocol):
+    """Grows a whole dynamic tree of one EAGLE net at once, all its levels."""
+
+    @property
+    def fuses_features(self) -> bool:
+        """It is handed the target's features as they are; else they went through the net's fusion before."""
+        ...
+
+    def suits(self, cycle_input: CycleInput) -> bool:
+        """The rows' Sampling is one that it knows."""
+        ...
+
+    def __call__(
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache,
+        length_B: Tensor, width: int,
+    ) -> Draft:  # fmt: skip
+        """Let the net read pending tokens behind `length` slots, then grow the tree below the roots.
+
+        Args:
+            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and how many of them count in each row.
+            tree: the options of the dynamic tree (`drafters._grow.DynamicTree`).
+            width: at least as many slots of the cache as any row uses, the tree's included.
+        """
+        ...
 
 
 class Ops:
-    """The torch reference of every operation."""
+    """The torch reference of every operation.
+
+    Attributes:
+        draft_formats: of weights that `draft_net` knows.
+    """
+
+    draft_formats: tuple[str, ...] = ("exact", "fp8")
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """The random numbers of rows with these samplings; None is an empty row."""
@@ -51,16 +86,23 @@ class Ops:
         return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) in [E, B, K, S, h] to the slots behind its committed ones; the root stands
-        there already."""
-        row_B1 = torch.arange(store.shape[1], device=store.device)[:, None]
-        goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=store.device)
-        source_BP = torch.where(path_BP[:, 1:] >= 0, length_B[:, None] + path_BP[:, 1:], goal_BP)
-        store[:, row_B1, :, goal_BP] = store[:, row_B1, :, source_BP]
+        """See `core.cache.commit_path`."""
+        commit_path(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         """A draft's net as decoding runs it. draft_weights: "exact", or "fp8": rounded."""
         return fp8(net) if draft_weights == "fp8" else net
+
+    def grower(self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
+        """What grows this net's dynamic trees at once; None: they are grown level by level.
+
+        Args:
+            target: the `Target` that the net drafts for.
+            net: an EAGLE net as `draft_net` returned it.
+            embeddings: [V, D], where they are not the target's.
+            draft_ids_v: int64; the target's ids of the draft vocabulary, where it is a smaller one.
+        """
+        return None
 
 
 REFERENCE = Ops()

@@ -33,7 +33,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import EyasError, FitError, ModelError, OptionError
-from eyas.kernels import EXACT, ThreadCount, WeightFormat
+from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.nn import Backend
 
 __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
@@ -92,6 +92,7 @@ class Runner(Protocol):
         ...
 
     ops: Ops  # of cycles
+    records_cycles: bool  # drafts, passes and commits are one recording: nothing in it can be timed for itself
 
     def wrap_cycle(self, cycle: Any) -> Any:
         """How the cycles of one decoder are run (`core.cycle.CycleRunner`): as they are, or by recordings of them."""
@@ -156,10 +157,6 @@ class Target:
     def head(self, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
         return self.run.head(self, hidden)
-
-    @property
-    def by_kernels(self) -> bool:
-        return self.run.name == "kernels"
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
@@ -260,7 +257,7 @@ class TargetSession:
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops)
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.lengths = [0] * rows  # the host's copy
 
@@ -367,6 +364,7 @@ class ModelRunner:
     threads: int | None = None
     team: ThreadCount = None
     backend = None
+    records_cycles = False
 
     def __init__(self, ops: Ops = REFERENCE) -> None:
         self.ops = ops

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from eyas.core.cache import WindowCache
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape
+from eyas.core.ops import TreeGrower
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
-from eyas.drafters._grow_kernels import Grower, grower_of
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
-from eyas.kernels import Pending
 from eyas.nn import Compiled, LayerShape, rope_frequencies
 
 __all__ = ["DynamicEagle", "EagleMethod", "EagleNet", "EagleSession", "Window"]
@@ -113,9 +112,11 @@ class EagleMethod(Drafter):
         """The tree of a cycle."""
 
     @cached_property
-    def grower(self) -> Grower | None:
-        """Grows a whole dynamic tree in one call, where the compiled kernels know the net."""
-        return None if self.window() else grower_of(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
+    def grower(self) -> TreeGrower | None:
+        """Grows a whole dynamic tree at once, where the target's runner knows how."""
+        if self.window():
+            return None
+        return self.target.run.ops.grower(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
@@ -328,16 +329,16 @@ class EagleSession(DraftSession):
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _at_once(self, cycle: CycleInput, tree: DynamicTree) -> Draft | None:
-        """Read what is pending and grow a dynamic tree in one call of the kernels, where they can."""
+        """Read what is pending and grow a dynamic tree at once, where the runner knows how."""
         grower, P = self.drafter.grower, self.pending_BPF.shape[1]
         if grower is None or not grower.suits(cycle):
             return None
         count_B = self.pending_B * cycle.active_B
         features_BPF = self._cast(self.pending_BPF)
-        if grower.net.fuse is None:
+        if not grower.fuses_features:
             features_BPF = self.net.fuse(features_BPF)
-        pending = Pending(features_BPF.contiguous(), self.pending_tokens_BP, count_B)
-        draft = grower(pending, cycle, tree, self.cache, self.length_B, cycle.max_position + P + tree.depth * tree.branch)
+        width = cycle.max_position + P + tree.depth * tree.branch
+        draft = grower(features_BPF, self.pending_tokens_BP, count_B, cycle, tree, self.cache, self.length_B, width)
         self._mark_read(count_B)
         return draft
 

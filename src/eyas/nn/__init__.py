@@ -8,6 +8,7 @@ from eyas.nn._cpu_kernels import KernelLinear, with_cpu_kernels
 from eyas.nn._fp8 import FP8_CAPABILITY, Fp8Linear, fp8
 from eyas.nn._layers import (
     Attention,
+    CacheContents,
     DecoderLayer,
     DraftCache,
     FusedLayer,
@@ -21,26 +22,4 @@ from eyas.nn._layers import (
 )  # fmt: skip
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
-__all__ = [
-    "FP8_CAPABILITY",
-    "Attention",
-    "Backend",
-    "Compiled",
-    "DecoderLayer",
-    "Documents",
-    "DraftCache",
-    "Fp8Linear",
-    "FusedLayer",
-    "KernelLinear",
-    "Keys",
-    "LayerShape",
-    "QueryRows",
-    "RMSNorm",
-    "SwiGLU",
-    "fp8",
-    "grouped_attention",
-    "packed_attention",
-    "rope",
-    "rope_frequencies",
-    "with_cpu_kernels",
-]  # fmt: skip
+__all__ = ["FP8_CAPABILITY", "Attention", "Backend", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "Fp8Linear", "FusedLayer", "KernelLinear", "Keys", "LayerShape", "QueryRows", "RMSNorm", "SwiGLU", "fp8", "grouped_attention", "packed_attention", "rope", "rope_frequencies", "with_cpu_kernels"]  # fmt: skip

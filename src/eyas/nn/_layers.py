@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,15 @@ class LayerShape:
 Keys = tuple[Tensor, Tensor]  # keys and values
 
 
+class CacheContents(NamedTuple):
+    """A draft net's cache as the CPU kernels see it."""
+
+    length_R: Tensor  # int64; slots in use before the next nodes
+    visible_RNT: Tensor  # bool; which of the T nodes behind them each next node attends to
+    store: Tensor  # [2, B, K, slots, h]: keys, values
+    first_row: int  # of the R rows, in the store
+
+
 class DraftCache(Protocol):
     """The interface of a cache for the keys and values of a draft net."""
 
@@ -59,8 +68,8 @@ class DraftCache(Protocol):
         """The number of leading slots that the next nodes may attend to."""
         ...
 
-    def place(self, position_RN: Tensor, cosine: Tensor, sine: Tensor) -> Pass | None:
-        """The same for the CPU kernels, which store keys and values themselves; None for a cache that they cannot use."""
+    def contents(self) -> CacheContents | None:
+        """The cache's tensors for the CPU kernels, which store keys and values themselves; None for a cache that they cannot use."""
         ...
 
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
@@ -231,12 +240,24 @@ class FusedLayer:
 
     def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
         """The layer's output; None for a cache that the kernels cannot use."""
-        forward = cache.place(position_RN, *self.tables(cache.width))
-        if forward is None:
+        contents = cache.contents()
+        if contents is None:
             return None
         x_RND = residual_RND.clone(memory_format=torch.contiguous_format)
-        self.layer.draft(input_RNX.contiguous(), x_RND, forward)
+        self.layer.draft(input_RNX.contiguous(), x_RND, self.attention_pass(contents, position_RN, cache.width))
         return x_RND
+
+    def attention_pass(self, contents: CacheContents, position_RN: Tensor, width: int) -> Pass:
+        """What the kernels need to know to attend, and to store keys and values.
+
+        width: slots that may be in use, the next nodes' included.
+        """
+        visible_RNT = contents.visible_RNT.contiguous()
+        cosine, sine = self.tables(width)
+        return Pass(
+            contents.length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine,
+            contents.store, contents.first_row,
+        )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [P, h] of at least this many positions."""

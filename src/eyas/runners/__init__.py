@@ -63,7 +63,7 @@ def prepared(
         least = ".".join(map(str, FP8_CAPABILITY))
         raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
     made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
-    if draft_weights == "int4" and not (made.by_kernels and has_vnni()):
+    if draft_weights == "int4" and not ("int4" in made.run.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}")
     made.draft_weights = draft_weights

@@ -60,6 +60,7 @@ class CpuRunner:
 
     name = "kernels"
     backend = None
+    records_cycles = False
 
     def __init__(self, target: Target, form: WeightFormat = EXACT) -> None:
         _refuse(target)
@@ -83,7 +84,7 @@ class CpuRunner:
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
-        self.ops: Ops = KernelOps(self.team)
+        self.ops: Ops = KernelOps(self.team, self.output)
 
     @property
     def threads(self) -> int | None:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.core.ops import Ops
+from eyas.core.ops import Ops, TreeGrower
 from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import with_cpu_kernels
+from eyas.runners.cpu_grow import grower_of
 
 __all__ = ["CpuNoise", "CycleKernels", "KernelOps"]
 
@@ -48,10 +50,16 @@ class KernelOps(CycleKernels):
 
     Args:
         threads: for draft nets, asked for anew at every call.
+        lm_head: the target's.
     """
 
-    def __init__(self, threads: kernels.ThreadCount) -> None:
-        self.threads = threads
+    draft_formats = ("exact", "int4")
+
+    def __init__(self, threads: kernels.ThreadCount, lm_head: kernels.Matrix) -> None:
+        self.threads, self.lm_head = threads, lm_head
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)
+
+    def grower(self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
+        return grower_of(target, net, embeddings, draft_ids_v, self.lm_head)

@@ -193,6 +193,7 @@ class GraphRunner:
     threads: int | None = None
     team: ThreadCount = None
     ops = REFERENCE
+    records_cycles = True
 
     def __init__(self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None) -> None:
         self.target, self.capture, self.own = target, capture or CudaCapture(target.device), ModelRunner()

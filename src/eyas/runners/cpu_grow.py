@@ -1,4 +1,4 @@
-"""Dynamic trees of EAGLE's nets in one call of the compiled kernels: the trees of `_grow.grow_dynamic`, all levels at once.
+"""Dynamic trees of EAGLE's nets in one call of the compiled kernels: the trees of `drafters._grow.grow_dynamic`, all levels at once.
 
 For rows that are greedy or sample by a temperature alone, and drafts without a window; others grow level by
 level.
@@ -26,29 +26,28 @@ if TYPE_CHECKING:
 __all__ = ["Grower", "grower_of"]
 
 
-def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> Grower | None:
-    """None when the kernels do not know the net, or do not run it.
+def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix) -> Grower | None:
+    """None when the kernels do not know the net.
 
     own_table: of embeddings, where they are not the target's. ids_v: the target's ids of the draft vocabulary, where it is a smaller one.
     """
     fused = getattr(getattr(net, "layer", None), "fused", None)
-    if fused is None or not target.by_kernels:
+    if fused is None:
         return None
     table = getattr(target.family.embedding, "weight", None) if own_table is None else own_table
     plain, D = target.family.embed_scale == 1.0 or own_table is not None, fused.shape.hidden
     if table is None or not plain or table.dtype != torch.float32 or table.shape[1] != D:
         return None
-    found = _around(target, net, table.detach(), ids_v)
+    found = _around(net, table.detach(), ids_v, lm_head)
     return None if found is None or found.head.inputs != D else Grower(fused, found)
 
 
-def _around(target: Target, net: Any, table: Tensor, ids_v: Tensor | None) -> kernels.Net | None:
-    run: Any = target.run
+def _around(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
-        return kernels.Net(run.output, table, fc=net.fc.matrix)
+        return kernels.Net(lm_head, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
         return kernels.Net(
-            run.output if net.head is None else net.head.matrix, table, fuse=_fused(net), embed_norm_D=net.layer.embed_norm.weight.detach(),
+            lm_head if net.head is None else net.head.matrix, table, fuse=_fused(net), embed_norm_D=net.layer.embed_norm.weight.detach(),
             hidden_norm_D=net.layer.hidden_norm.weight.detach(), norm_D=net.norm.weight.detach(), ids_v=ids_v,
             residual_normed=net.plan.norm_before_residual, carries_normed=net.plan.carries_normed,
         )  # fmt: skip
@@ -83,33 +82,37 @@ class Grower:
         self.layer, self.net = layer, net
 
     @staticmethod
-    def suits(cycle: CycleInput) -> bool:
-        return cycle.history_BV is None and all(_plain(sampling) for sampling in cycle.sampling)
+    def suits(cycle_input: CycleInput) -> bool:
+        return cycle_input.history_BV is None and all(_plain(sampling) for sampling in cycle_input.sampling)
+
+    @property
+    def fuses_features(self) -> bool:
+        return self.net.fuse is not None
 
     def __call__(
-        self, pending: kernels.Pending, cycle: CycleInput, shape: DynamicTree, keys: WindowCache, length_B: Tensor, width: int
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache,
+        length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """The tree below the roots, once the net has read what is pending behind `length` slots.
-
-        width: more slots of the cache than any row uses, the tree's included.
-        """
+        """See `core.ops.TreeGrower`."""
+        pending = kernels.Pending(features_BPF.contiguous(), tokens_BP, count_B)
         B = len(length_B)
         noise_BLv = None
-        if shape.noise == "coupled" and not cycle.noise.all_greedy:
+        if tree.noise == "coupled" and not cycle_input.noise.all_greedy:
             which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
-            depth_L = torch.arange(1, shape.depth + 1)
-            noise_BLv = cycle.noise.gumbel(cycle.position_B[:, None] + depth_L, which)
+            depth_L = torch.arange(1, tree.depth + 1)
+            noise_BLv = cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
-            shape.depth, shape.branch, shape.nodes, shape.expand == "confidence", shape.rerank, shape.log_stop,
-            1 / shape.confidence_temperature,
-            _temperatures(cycle.sampling), noise_BLv,
+            tree.depth, tree.branch, tree.nodes, tree.expand == "confidence", tree.rerank, tree.log_stop,
+            1 / tree.confidence_temperature,
+            _temperatures(cycle_input.sampling), noise_BLv,
         )  # fmt: skip
         position_B1 = length_B[:, None]
-        keys.at(slice(0, B), lambda: position_B1, width)
-        keys.see(length_B, _one_node(B))
-        where = keys.place(position_B1, *self.layer.tables(width))
-        assert where is not None, "there is no window"
-        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, cycle.tokens_B)
-        tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, shape.depth)
-        drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if shape.rerank else None
-        return Draft(tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)
+        cache.at(slice(0, B), lambda: position_B1, width)
+        cache.see(length_B, _one_node(B))
+        contents = cache.contents()
+        assert contents is not None, "there is no window"
+        where = self.layer.attention_pass(contents, position_B1, width)
+        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, cycle_input.tokens_B)
+        drafted_tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
+        drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None
+        return Draft(drafted_tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

@@ -237,7 +237,7 @@ MUTATIONS = (
         "the bonus from p, not from what rejection left of it",
         drawn("pair"),
         rewrite(
-            "core.verify:_reject",
+            "core.verify:_verify_by_rejection",
             "torch.where(NEWLY[:, None], REST, FINAL)",
             "torch.where(NEWLY[:, None], SCORES[ROWS, NODE].softmax(-1), FINAL)",
             "SCORES[ROWS, NODE].softmax(-1)",
@@ -265,19 +265,19 @@ MUTATIONS = (
     mutation(
         "a sibling that q cannot have drawn is tried",
         drawn("three", "two"),
-        rewrite("core.verify:_reject", "TESTED & (Q[ROWS, TOKEN] > 0)", "TESTED"),
+        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q[ROWS, TOKEN] > 0)", "TESTED"),
         words=LAW,
     ),
     # positions of the noise
     mutation(
         "bonus position off by one",
         SLOW_DRAWN,
-        rewrite("core.verify:_reject", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)"),
+        rewrite("core.verify:_verify_by_rejection", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)"),
     ),
     mutation(
         "bonus position stays at the root's",
         drawn("chain", "far"),
-        rewrite("core.verify:_reject", "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
+        rewrite("core.verify:_verify_by_rejection", "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
         words=LAW,
     ),
     mutation(
@@ -363,7 +363,11 @@ MUTATIONS = (
     mutation(
         "another row's noise for the bonus",
         verified_alone(True),
-        rewrite("core.verify:_reject", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)"),
+        rewrite(
+            "core.verify:_verify_by_rejection",
+            "NOISE.gumbel(POSITION[:, None], VOCAB)",
+            "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
+        ),
     ),
     mutation("another row's noise for the accept tests", verified_alone(True), patch("core.sampling:GumbelNoise.accepts", rolled)),
     mutation(
@@ -374,34 +378,34 @@ MUTATIONS = (
     mutation(
         "one uniform number for all siblings",
         drawn("binary"),
-        rewrite("core.verify:_reject", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)"),
+        rewrite("core.verify:_verify_by_rejection", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)"),
         words=LAW,
     ),
     # blocks
-    mutation("a block's weight above one", BLOCK, rewrite("core.verify:_judge_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
+    mutation("a block's weight above one", BLOCK, rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
     mutation(
         "a block's weight of the last token alone",
         BLOCK,
-        rewrite("core.verify:_judge_block", "WEIGHT * P / Q", "P / Q"),
+        rewrite("core.verify:_verify_block", "WEIGHT * P / Q", "P / Q"),
         words=LAW,
     ),
     mutation(
         "a block's residual without its weight",
         BLOCK,
-        rewrite("core.verify:_judge_block", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
+        rewrite("core.verify:_verify_block", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
         words=LAW,
     ),
     mutation(
         "a block's test without what was lost",
         BLOCK,
-        rewrite("core.verify:_judge_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"),
+        rewrite("core.verify:_verify_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"),
         words=LAW,
     ),
     mutation(
         "the shortest prefix of a block",
         BLOCK,
         rewrite(
-            "core.verify:_judge_block",
+            "core.verify:_verify_block",
             "torch.where(PASSED, DEPTH, END)",
             "torch.where(PASSED & (END == 0), DEPTH, END)",
             "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
@@ -411,19 +415,19 @@ MUTATIONS = (
     mutation(
         "a block's bonus from p",
         BLOCK,
-        rewrite("core.verify:_judge_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"),
+        rewrite("core.verify:_verify_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"),
         words=LAW,
     ),
     mutation(
         "a block's bonus with the noise of the root",
         ("core.test_verify", "test_a_block_against_a_slow_one", ()),
-        rewrite("core.verify:_judge_block", "(POSITION + END + 1)[:, None]", "(POSITION + 1)[:, None]"),
+        rewrite("core.verify:_verify_block", "(POSITION + END + 1)[:, None]", "(POSITION + 1)[:, None]"),
     ),
     mutation(
         "a block's uniform numbers by absolute position",
         ("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)),
         rewrite(
-            "core.verify:_judge_block",
+            "core.verify:_verify_block",
             "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
             "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
         ),
@@ -431,13 +435,15 @@ MUTATIONS = (
     mutation(
         "a block goes on behind what is no candidate",
         ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
-        rewrite("core.verify:_judge_block", "HERE & TREE.candidate_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
+        rewrite("core.verify:_verify_block", "HERE & TREE.candidate_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
     ),
     mutation(
         "one uniform number for a whole block",
         BLOCK,
         rewrite(
-            "core.verify:_judge_block", "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)", "NOISE.accepts(CHANCE, POSITION, 1, 3)"
+            "core.verify:_verify_block",
+            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
+            "NOISE.accepts(CHANCE, POSITION, 1, 3)",
         ),
         words=LAW,
     ),

@@ -1,6 +1,6 @@
 """Mistakes put into modules while they are imported: a piece of a function is rewritten in its syntax tree, or a function is replaced.
 
-    rewrite("core.verify:_reject", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)")
+    rewrite("core.verify:_verify_by_rejection", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)")
     patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV)
 
 Code is named by "module:function", the module below `eyas` and methods as "Class.method". A pattern is Python in which names in capitals

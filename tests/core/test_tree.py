@@ -122,17 +122,17 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
     both, N = merge(first, second), first.tree.nodes
     assert both.tree.nodes == N + second.tree.nodes - 1
     assert both.q_BNV is None
-    twin_BM = matching_nodes(first, second)
+    match_BM = matching_nodes(first, second)
     for row in range(both.tree.rows):
         assert offered(both, row) == sorted({*offered(first, row), *offered(second, row)})
         assert all(parent < n for n, parent in enumerate(both.tree.parents_BN[row].tolist()))
-        assert twin_BM[row, 0] == 0
+        assert match_BM[row, 0] == 0
         for n in range(1, N):
             assert prefix(both, row, n) == prefix(first, row, n)
         for m in range(1, second.tree.nodes):
             assert prefix(both, row, N + m - 1) == prefix(second, row, m)
             same = [n for n in range(1, N) if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)]
-            assert [int(twin_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
+            assert [int(match_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
     assert first.score_BN is not None
     assert second.score_BN is not None
     assert both.score_BN is not None

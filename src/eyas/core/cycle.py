@@ -1,6 +1,6 @@
-"""One cycle of speculative decoding, up to its end on the device: draft, one pass of the target over the tree, verification, commit.
+"""One cycle of speculative decoding on the device: draft, one forward of the target over the tree, verification, commit.
 
-This module knows no requests, no method and no model family.
+The engine (core/engine.py) reads the result on the host and emits the tokens. This module knows no requests, no method and no model family.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]  # (draft,
 
 @dataclass(frozen=True)
 class Cycle:
-    """The result of one cycle, on the device."""
+    """The result of one cycle; its tensors are on the device."""
 
     draft: Draft
     output: TargetOutput
     scores_BNV: Tensor
     verdict: Verdict
-    columns_BX: Tensor  # int64; all that the host reads: length, bonus, whether a score is NaN, P tokens, P path nodes
+    columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
 
 
 class CycleRunner:
     """Runs the cycles of one decoder. A target's runner may wrap it (`Runner.wrap_cycle`), for example to replay recorded cycles.
 
     Attributes:
-        extra_slots: cache slots that it needs beyond prompt and new tokens.
+        extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
     """
 
     extra_slots = 0
@@ -51,11 +51,11 @@ class CycleRunner:
         return self.run(cycle_input, timer, self.drafter)
 
     def run(self, cycle_input: CycleInput, timer: StageTimer, drafter: DraftSession | None, draft: Draft | None = None) -> Cycle:
-        """One cycle.
+        """Run one cycle.
 
         Args:
-            drafter: drafts, and learns what was accepted; None: `draft` is given, and its drafter learns later.
-            draft: the draft, where there is one already.
+            drafter: its `draft` (unless `draft` is given) and its `commit` are called; None: the caller calls both.
+            draft: the draft, if it is made already.
         """
         if draft is None:
             assert drafter is not None
@@ -74,7 +74,7 @@ class CycleRunner:
 
 
 def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
-    """int64 [B, 3 + 2 P]: everything that the host needs to know, for one transfer."""
+    """int64 [B, 3 + 2 P]: see `Cycle.columns_BX`."""
     nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.broken_B is None else verdict.broken_B
     head = [verdict.length_B[:, None], verdict.bonus_B[:, None], nan_B[:, None].long()]
     return torch.cat([*head, verdict.tokens_BP, verdict.path_BP], 1)

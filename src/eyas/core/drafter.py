@@ -1,9 +1,11 @@
-"""The whole extension point: what a method must be able to do.
+"""The interface of drafting methods: `Drafter` and `DraftSession`, and the records that they read and return.
 
-A `Drafter` is a method with its weights and options, for one target; it never changes while it decodes. `Drafter.open(rows)` makes a
-`DraftSession`, which holds the state of the rows (caches, pending features) and is what the loop talks to:
+A `Drafter` is a method with its weights and options, for one target; it does not change during decoding. `Drafter.open(rows)` makes a
+`DraftSession`, which holds the state of the rows (caches, features not yet read). The engine calls it in this order:
 
-    begin(row, ...) -> prefill(row, ...) per chunk -> [ draft(roots) -> commit(draft, verdict, seen) ]* -> end(row)
+    keep(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*             a request enters a row
+    [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all rows together
+    end(row)                                                                      the request has ended
 
 This module knows no method, no tree policy and no training loop.
 """
@@ -36,71 +38,89 @@ __all__ = ["Batch", "CycleInput", "DraftSession", "Drafter", "Loss", "NoOptions"
 
 @dataclass(frozen=True)
 class Batch:
-    """What a training step sees: documents packed end to end, without padding, with the frozen target's features."""
+    """The input of a training step: documents packed end to end, without padding, with features of the frozen target."""
 
     tokens_N: Tensor  # int64
-    features_NF: Tensor  # the layers in `Drafter.train_feature_layers`, side by side
-    counted_N: Tensor  # bool; True where the token is one whose prediction counts (an assistant's token)
+    features_NF: Tensor  # of the layers `Drafter.train_feature_layers`, concatenated
+    counted_N: Tensor  # bool; the loss mask: True for tokens whose prediction counts (the assistant's tokens)
     documents: Documents
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a method says about a batch: sums, so that batches and processes add up; the loop divides by what counted in all of them."""
+    """The training loss of a batch, as sums: the training loop adds them over batches and processes and divides by the total count."""
 
     total: Tensor  # scalar with gradient, summed over the tokens that count
-    count: Tensor  # scalar: how many tokens count
-    sums: dict[str, Tensor]  # scalars without gradient, summed likewise: what to log
+    count: Tensor  # scalar; number of tokens that count
+    sums: dict[str, Tensor]  # scalars without gradient, summed over the same tokens: figures for the log
 
 
 @dataclass(frozen=True)
 class Capturable:
-    """A session that drafts and commits by operations of the device alone, the same ones in every cycle from such an input (the same
-    rows' Sampling but for seeds, tree shape and `max_position`): so its cycles can be recorded and replayed (CUDA graphs)."""
+    """A session whose cycles can be recorded as a CUDA graph and replayed.
+
+    It drafts and commits without reading any value on the host. The operations are the same for all inputs with the same Sampling of
+    each row (seeds may differ), the same `tree_shape` and the same `max_position`.
+    """
 
     session: DraftSession
-    state: Mapping[
-        str, tuple[int, ...]
-    ]  # its tensors that a cycle reads and replaces, with their full shapes; a cycle may leave shorter ones
-    addresses: tuple[int, ...] = ()  # of its caches in memory
-    inplace_state: tuple[Tensor, ...] = ()  # tensors that a cycle changes where they lie, from what it finds there
-    tree_shape: Shape | None = None  # with which it drafts, where that is not the input's
+    state: Mapping[str, tuple[int, ...]]
+    """Names of the session's tensors that a cycle reads and replaces by new ones, with their full shapes; a new one may be shorter."""
+    addresses: tuple[int, ...] = ()
+    """Data pointers of the session's caches: a recording is valid for these only."""
+    inplace_state: tuple[Tensor, ...] = ()
+    """Tensors that a cycle both reads and overwrites in place."""
+    tree_shape: Shape | None = None
+    """The size of tree that the session drafts, if an adaptive drafter has decided on one."""
 
 
 class DraftSession(ABC):
-    """The state of B rows. Rows join and leave between cycles."""
+    """The drafter's state of B rows. Rows begin and end between cycles."""
 
-    decision: PlanLabel | None = None  # of a drafter that adapts, for the cycle under way
+    decision: PlanLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """What drafts from this input, where it can be recorded; None: it looks at values on the host."""
+        """How to record the cycle that begins with this input; None: drafting or verifying it reads values on the host."""
         return None
 
     def keep(self, row: int, length: int) -> int:
-        """Cut the row back to at most `length` tokens and say how many it still knows; their features will be offered from there on."""
+        """Cut the row back to its first `length` tokens or fewer. Returns how many are kept: `prefill` continues after these.
+
+        Called before `begin`, when a new prompt shares its first tokens with the row's last text.
+        """
         return 0
 
     def begin(self, row: int, kept: int, total: int) -> None:
-        """The row starts after the `kept` tokens that `keep` said it still knows (0: empty); its prompt will have `total` tokens."""
+        """A request enters the row.
+
+        Args:
+            kept: tokens of the prompt that are known from the row's last text: the number that `keep` returned, or 0.
+            total: tokens of the prompt.
+        """
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """The next chunk of the row's prompt, with what the target saw; `position` is that of its first token.
+        """Read the next chunk of the row's prompt.
 
-        Also what was decoded without this session's drafts: the chunk then begins with the root that the last `commit` led to.
+        Also called with text that was decoded while this session did not draft (`adaptive.dormant`). The chunk then begins with the root
+        that followed the last `commit`.
+
+        Args:
+            features_TF: the target's features of these tokens.
+            position: absolute position of the first token.
         """
 
     @abstractmethod
-    def draft(self, roots: CycleInput) -> Draft:
-        """Propose a tree for every row; shapes may not depend on the values."""
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        """Propose a tree for every row. Shapes may not depend on values."""
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        """Learn what was accepted; tokens and features of other nodes are forgotten."""
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        """Read the accepted path; drop the state of all other nodes. `output` has the target's features at every node of the draft."""
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """Called after every cycle with its Steps, one of each active row: for drafters that adapt."""
+        """Called after every cycle with its Steps, one for each active row: for adaptive drafters."""
 
     def end(self, row: int) -> None:
-        """The row is empty again."""
+        """The request in the row has ended; the row is empty."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +132,24 @@ class Drafter(ABC):
     """A method with its weights and options, for one target.
 
     Attributes:
-        Options: frozen dataclass (fields may be frozen dataclasses themselves, flags then read `--tree.nodes`); its fields are the flags.
-        wants: target features that it reads: k = Hugging Face's hidden_states[k] (input of layer k); L = after the final norm.
-        studies: the same for `loss`, which may read more.
-        trained_length: tokens of the longest sequence that its net was trained on, as far as is known.
-        by_text: whether it drafts from text, without a net.
-        made_for: fingerprint of the target that its net was trained for, where `from_pretrained` found one.
-        needs_weights: whether it has a net that must be loaded.
-        reads: which heads it loads: `Weights.method`.
-        trainable: whether `loss` is there.
-        recompute: whether `loss` works activations out again in the backward instead of keeping them; None: it has no such choice.
+        Options: frozen dataclass whose fields are the command line's flags. A field may be a frozen dataclass itself: `--tree.nodes`.
+        summary: one line for `eyas methods`.
+        feature_layers: hidden states of the target that the method reads: k = Hugging Face's hidden_states[k], the input of layer k;
+            L (the number of layers) = after the final norm.
+        train_feature_layers: the same for `loss`, which may read more.
+        net: the draft net as it was loaded; None for methods without one.
+        needs_weights: whether the method has a net that must be loaded.
+        reads: the format of the heads that it loads: `Weights.method`.
+        trained_length: tokens of the longest sequence that the net was trained on, if known.
+        target_fingerprint: fingerprint of the target that the net was trained for, if its checkpoint has one.
+        model_free: whether the method drafts from the text alone, without a net.
+        trainable: whether `loss` is implemented.
+        gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None: the method has no such option.
+        parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else empty.
     """
 
     Options: ClassVar[type] = NoOptions
-    summary: ClassVar[str] = ""  # one line for `eyas methods`
+    summary: ClassVar[str] = ""
     needs_weights: ClassVar[bool] = False
     reads: ClassVar[str] = ""
     trainable: ClassVar[bool] = False
@@ -143,17 +167,17 @@ class Drafter(ABC):
 
     @property
     def max_tree(self) -> Shape | None:
-        """The largest tree that `CycleInput.tree_shape` may ask for; None: the method's trees are as they are."""
+        """The largest dynamic tree that `CycleInput.tree_shape` may ask for; None: the method has no dynamic trees."""
         return None
 
     @property
     def samples_children(self) -> bool:
-        """Whether sampled rows' children are drawn (`Draft.q_BNV`): then what a seed gives depends on the trees."""
+        """Whether children are drawn from q in rows that sample (`Draft.q_BNV`): the tokens of a seed then depend on the trees."""
         return False
 
     @cached_property
     def decoding(self) -> Any:
-        """The net as decoding runs it: faster where the target's runner has something faster, rounded where that was asked for."""
+        """The net for decoding: `net` itself, or the version of the target's runner, which may be faster, or rounded on request."""
         return None if self.net is None else self.target.run.ops.draft_net(self.net, self.target.draft_weights)
 
     def __init__(self, target: Target, options: Any = None) -> None:
@@ -161,9 +185,9 @@ class Drafter(ABC):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """The method with what `--draft` names: by default the folder or hub id of a head; None: nothing was named.
+        """Load the method from `--draft`: the folder or hub id of a head, unless the method overrides this; None: no `--draft`.
 
-        CheckpointError when there is no such head, or when it does not fit the target.
+        CheckpointError if there is no such head, or if it does not fit the target.
         """
         weights = None if source is None else checkpoints.load(source)
         drafter = cls.load(weights if cls.needs_weights else None, target, options)
@@ -172,42 +196,46 @@ class Drafter(ABC):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:
-        """The method with these weights; CheckpointError when they do not fit the target."""
+        """Make the method from weights; CheckpointError if they do not fit the target."""
         return cls(target, options)
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
-        """The method with random weights: for tests, and as a deliberately useless head."""
+        """Make the method with random weights: for tests, and as a head that is useless on purpose."""
         return cls(target, options)
 
     @classmethod
     def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Drafter:
-        """The method as its training begins. `counts_V`: how often each token counts in the training data, for draft vocabularies."""
+        """Make the method with initial weights for training.
+
+        Args:
+            counts_V: how often each token counts in the training data, to choose a draft vocabulary.
+        """
         return cls.random(target, options, seed)
 
     @abstractmethod
     def open(self, rows: int) -> DraftSession:
-        """State for that many rows."""
+        """Make a session with `rows` empty rows."""
 
     def weights(self) -> Weights:
-        """What a checkpoint holds."""
+        """The weights and configuration to save as a checkpoint."""
         raise NotImplementedError(f"{type(self).__module__} has no weights to save")
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The training loss of a batch; `generator` is on the CPU and the only source of randomness."""
+        """The training loss of a batch. `generator`, on the CPU, is the only source of randomness."""
         raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
     def chain(self, depth: int) -> Drafter:
-        """The same net drafting a chain of that depth: what n-alpha is measured with."""
+        """The same net, drafting a chain of that depth: for measuring n-alpha."""
         raise NotImplementedError(f"{type(self).__module__} drafts no chains")
 
     def describe(self) -> dict[str, Any]:
-        """The tree, for `--json`."""
+        """The options of the tree, for `--json`."""
         return {}
 
 
 def method_name(drafter: Drafter) -> str:
-    """The name that `--method` takes; `eagle2+suffix` for two merged methods."""
+    """The method's name for `--method`; `eagle2+suffix` for two merged methods."""
     parts = drafter.parts
     if parts:
         return "+".join(method_name(part) for part in parts)
@@ -217,7 +245,7 @@ def method_name(drafter: Drafter) -> str:
 def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
 
-    Unknown names are an OptionError with the near ones.
+    An unknown name raises OptionError, which lists similar names.
     """
     defaults = kind()
     groups: dict[str, dict[str, Any]] = {}

@@ -1,9 +1,9 @@
-"""The engine: add requests, step, until finished. Rows of any age share every cycle.
+"""The engine: add requests, then step until all are finished (continuous batching: requests enter empty rows between cycles).
 
-    step = draft -> one pass of the target over the tree -> verify -> commit (core/cycle.py) -> emit
+    step = draft -> one forward of the target over the tree -> verify -> commit (core/cycle.py) -> emit
 
-`Step` records say what one cycle did for one row; generate, stream and metrics are folds over them.
-This module knows no method, no tokenizer, no model family, and no policy: a drafter that adapts is a drafter like any other.
+A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
+This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
 from eyas.core.processors import node_scores
 from eyas.core.requests import Request, Step
-from eyas.core.rows import Batch, Row, cycle_input, token_history
+from eyas.core.rows import Row, RowSettings, cycle_input, token_history
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.core.verify import verify
@@ -28,19 +28,19 @@ from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
 
-SMALL_CACHE_BYTES = 64 * 2**20  # of keys and values that are worth keeping on a CPU between requests
+SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
 Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]
 
 
 class Decoder:
-    """Decodes up to `rows` requests at a time; more wait in line.
+    """Decodes up to `rows` requests at a time; further ones wait in a queue.
 
     Args:
-        reuse: keep the keys and values of a finished row, and start the next prompt after the longest prefix that it shares (chat).
-        verify: another rule than `core.verify.verify` is for experiments: the text is then no longer the target's.
-        watch: called with every cycle's input, draft, processed scores and verdict, outside of the seconds that Steps report.
-        timer: makes what times one cycle; another one than `StageTimer` tells more about the stages than their seconds.
+        reuse: keep the keys and values of a finished row; the next prompt is read from the end of their common prefix (chat).
+        verify: the verification rule. Any other than `core.verify.verify` is an experiment: the text is then not the target's.
+        watch: called after every cycle with its input, draft, scores and verdict; its time is not part of `Step.seconds`.
+        timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each stage.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Decoder:
             self.cycle = target.run.wrap_cycle(self.cycle)
         self.waiting: deque[tuple[int, Request]] = deque()
         self.rows: list[Row | None] = [None] * rows
-        self.cached_tokens: list[list[int]] = [[] for _ in range(rows)]  # whose keys and values an empty row still holds
+        self.cached_tokens: list[list[int]] = [[] for _ in range(rows)]  # of the last request of an empty row, whose cache is kept
         self._tickets = 0
-        self._batch: Batch | None = None  # None: some row has changed hands
-        self._roots_B: Tensor | None = None  # on the device already, as long as no row changes hands
+        self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
+        self._roots_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
 
     @property
     def finished(self) -> bool:
         return not self.waiting and not any(self.rows)
 
     def add(self, request: Request) -> int:
-        """Line up a request; returns its number. InputError or FitError, before anything runs, when it cannot be served."""
+        """Put a request into the queue; returns its number. InputError or FitError at once if it cannot be served."""
         vocab = self.model.vocab_size
         outside = [token for token in request.prompt if not 0 <= token < vocab]
         if not request.prompt:
@@ -81,7 +81,7 @@ class Decoder:
 
     @torch.inference_mode()
     def cancel(self, ticket: int) -> None:
-        """Forget a request, waiting or in flight."""
+        """Drop a request, waiting or in flight."""
         self.waiting = deque(pair for pair in self.waiting if pair[0] != ticket)
         for b, row in enumerate(self.rows):
             if row is not None and row.ticket == ticket:
@@ -103,7 +103,10 @@ class Decoder:
         return prefills + steps
 
     def _admit(self) -> list[Step]:
-        """Waiting requests enter empty rows: prefill, and the first token, which is verified as a tree of the root alone."""
+        """Waiting requests enter empty rows: prefill, then the first token.
+
+        The first token is drawn by `verify` from a tree whose only node is the prompt's last token, so prompt and cycles share one rule.
+        """
         steps = []
         while self.waiting and None in self.rows:
             ticket, request = self.waiting.popleft()
@@ -113,18 +116,22 @@ class Decoder:
             row = Row(ticket, request, list(request.prompt), token_history(request, self.model))
             last_1 = torch.tensor([len(request.prompt) - 1], device=self.model.device)
             token_1 = torch.tensor([request.prompt[-1]], device=self.model.device)
-            prompt_end = cycle_input([row], Batch.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
+            prompt_end = cycle_input([row], RowSettings.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
             root = Draft(Tree.chain(1, 1, self.model.device), token_1[:, None])
             scores_1NV = node_scores(logits_V[None, None], root, prompt_end)
             verdict = verify(root, scores_1NV, last_1, prompt_end.noise, self.model.run.ops)
             if bool(torch.isnan(scores_1NV).any()):
                 raise self.model.nan_error(request.prompt)
-            self.rows[b], self._batch = row, None
+            self.rows[b], self._settings = row, None
             steps.append(self._append(b, [int(verdict.bonus_B)], timer, prefill=True))
         return steps
 
     def _prefill(self, prompt: Sequence[int]) -> tuple[int, Tensor]:
-        """Target and drafter read the prompt, behind what an empty row still holds of it: (the row, logits [V] of the last token)."""
+        """Target and drafter read the prompt in the empty row whose cache shares the longest prefix with it.
+
+        Returns:
+            the row's index; the logits [V] of the last prompt token.
+        """
         empty = [b for b, row in enumerate(self.rows) if row is None]
         b = max(empty, key=lambda b: common_prefix(self.cached_tokens[b], prompt))
         shared = min(common_prefix(self.cached_tokens[b], prompt), self.target.lengths[b], len(prompt) - 1)
@@ -139,14 +146,14 @@ class Decoder:
         return b, self.target.prefill(b, prompt[kept:], on_chunk)
 
     def _cycle_input(self) -> CycleInput:
-        if self._batch is None or self._roots_B is None:
+        if self._settings is None or self._roots_B is None:
             self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
-        if self._batch is None:
-            self._batch = Batch.of(self.rows, self.model)
-        return cycle_input(self.rows, self._batch, self._roots_B, self.target.length_B, max(self.target.lengths))
+        if self._settings is None:
+            self._settings = RowSettings.of(self.rows, self.model)
+        return cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths))
 
     def _emit(self, cycle: Cycle, timer: StageTimer) -> list[Step]:
-        """The cycle's one transfer to the host; then tokens are handed to their rows."""
+        """Read the result of the cycle, its only transfer to the host, and append the tokens to their rows."""
         columns = cycle.columns_BX.tolist()
         P = cycle.verdict.path_BP.shape[1]
         self._roots_B = cycle.verdict.bonus_B
@@ -162,9 +169,15 @@ class Decoder:
         return steps
 
     def _append(
-        self, b: int, tokens: Sequence[int], timer: StageTimer, prefill: bool = False, path: tuple[int, ...] = (), draft: Draft | None = None
-    ) -> Step:  # fmt: skip
-        """Append tokens to a row until one of them ends it: cut at stop and length here, once, before any metric."""
+        self,
+        b: int,
+        tokens: Sequence[int],
+        timer: StageTimer,
+        prefill: bool = False,
+        path: tuple[int, ...] = (),
+        draft: Draft | None = None,
+    ) -> Step:
+        """Append tokens to a row until one of them ends it. The cut at EOS, stop strings and length is made here and nowhere else."""
         row = self.rows[b]
         assert row is not None
         request, emitted = row.request, 0
@@ -198,10 +211,10 @@ class Decoder:
         )
 
     def _release(self, b: int) -> None:
-        """The row is empty; with `reuse`, its keys and values may serve the next prompt."""
+        """Empty the row. With `reuse` its keys and values stay, for the next prompt."""
         row = self.rows[b]
         assert row is not None
-        self.rows[b], self._batch = None, None
+        self.rows[b], self._settings = None, None
         if self.reuse:
             self.cached_tokens[b] = row.tokens
         else:
@@ -210,8 +223,11 @@ class Decoder:
 
 
 def keeps_well(decoder: Decoder) -> bool:
-    """Whether an idle decoder should serve again: recordings belong to the place of its caches; small caches on a CPU cost
-    milliseconds to make, which shows in short answers."""
+    """Whether to use an idle decoder again for the next request, instead of a new one.
+
+    Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs milliseconds, which shows in short answers;
+    a large cache is freed all the same.
+    """
     cache = decoder.target.cache
-    recorded = decoder.cycle.extra_slots > 0
-    return recorded or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= SMALL_CACHE_BYTES)
+    has_recordings = decoder.cycle.extra_slots > 0
+    return has_recordings or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= SMALL_CACHE_BYTES)

@@ -1,4 +1,4 @@
-"""The input of one cycle: where each row stands, and how large a tree may be. Letters: B rows, V vocabulary."""
+"""The input of one cycle: the state of all rows, and the size of a dynamic tree. Letters: B rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["CycleInput", "Shape"]
 
 
 class Shape(NamedTuple):
-    """The size of a tree that is grown."""
+    """The size of a dynamic tree (EAGLE-2)."""
 
     nodes: int  # verified per cycle, the root included
-    depth: int  # most draft tokens on a path
-    branch: int  # nodes expanded per level, and children of each
+    depth: int  # draft tokens on the longest path
+    branch: int  # nodes expanded per level, and children drafted for each
 
     def within(self, limit: Shape) -> Shape:
-        """No larger than `limit` in anything."""
+        """The shape with each number cut to that of `limit`."""
         return Shape(*map(min, self, limit))
 
 
 @dataclass(frozen=True)
 class CycleInput:
-    """Where each row stands when a cycle begins."""
+    """The state of all rows when a cycle begins. Tensors are on the device, everything else is known to the host."""
 
-    tokens_B: Tensor  # int64; the newest token, emitted, not yet in any cache (0 in empty rows)
-    position_B: Tensor  # int64; its absolute position = committed tokens of the row
-    active_B: Tensor  # bool; False = an empty row, whatever stands in it is ignored
-    sampling: tuple[Sampling, ...]  # each row's own; greedy in empty rows
+    tokens_B: Tensor  # int64; the roots: each row's newest token, emitted and not yet in any cache; 0 in empty rows
+    position_B: Tensor  # int64; the roots' absolute positions = numbers of committed tokens
+    active_B: Tensor  # bool; False: the row is empty, and its results are ignored
+    sampling: tuple[Sampling, ...]  # of each row; empty rows have that of an active one
     noise: GumbelNoise
-    max_position: int  # the largest position, known to the host
-    history_BV: Tensor | None = None  # bool; tokens in the row so far, root included; only when some row has a repetition penalty
-    active_rows: tuple[int, ...] = ()  # the same, known to the host; filled by the Decoder
-    row_tokens: tuple[Sequence[int], ...] = ()  # each row's tokens, root last, known to the host; the rows' own lists, which grow
-    processors: tuple[tuple[Processor, ...], ...] = ()  # each row's logits processors; empty where no row has any
-    eos: tuple[frozenset[int], ...] = ()  # each row's end-of-text tokens; nothing behind one is ever emitted
-    remaining: tuple[int, ...] = ()  # how many tokens each row may still get
-    tree_shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
+    max_position: int  # the largest of `position_B`
+    history_BV: Tensor | None = None  # bool; tokens in the row's text, root included; None unless a row has a repetition penalty
+    active_rows: tuple[int, ...] = ()  # indices of the rows that are not empty
+    row_tokens: tuple[Sequence[int], ...] = ()  # prompt and emitted tokens of each row, root last; these lists grow after the cycle
+    processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
+    eos: tuple[frozenset[int], ...] = ()  # EOS ids of each row; no token after one is emitted
+    remaining: tuple[int, ...] = ()  # tokens that each row may still emit
+    tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -1,4 +1,4 @@
-"""From logits to the distribution of the next token, and random numbers that are a pure function of their use.
+"""From logits to the distribution of the next token, and random numbers that are a pure function of (seed, purpose, position, index).
 
 `apply_sampling` applies a row's Sampling to its logits, in float32, in the order of Hugging Face's generate:
 repetition penalty, custom processors, temperature, top-k, top-p, min-p. It is used once per node, for the
@@ -39,7 +39,7 @@ class Sampling:
         top_p: keep the most probable tokens that together hold this mass; 1 = all.
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
         repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied when negative); 1 = off.
-        seed: names the row's random numbers. Same seed, same prompt, same text.
+        seed: of the row's random numbers. Same seed, same prompt, same text.
     """
 
     temperature: float = 0.0
@@ -85,13 +85,13 @@ def _whole(value: object) -> bool:
 def apply_sampling(
     logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None, custom: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Scores [N, V] in float32 whose softmax is the law that `sampling` makes of these logits; dropped tokens are -inf.
+    """Processed logits ("scores"), float32 [N, V]: their softmax is the distribution to sample from. Excluded tokens are -inf.
 
-    Greedy rows keep their (penalised) logits: the token is their argmax, and no rounding can move it.
+    With greedy sampling the scores are the (penalised) logits, not divided by anything, so rounding cannot move their argmax.
 
     Args:
         logits_NV: raw logits of any float dtype.
-        seen_NV: bool, True where a token already stands in that node's own prefix; needed for a repetition penalty only.
+        seen_NV: bool, True where a token occurs in the text up to that node; needed for a repetition penalty only.
         custom: further processors [N, V] -> [N, V]; run after the penalty and before the temperature, as generate does.
     """
     scores_NV = logits_NV.float()
@@ -120,7 +120,7 @@ def apply_sampling(
 
 
 def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], seen_BNV: Tensor | None = None) -> Tensor:
-    """`apply_sampling` of every row's own Sampling; scores [B, N, V]. Rows that differ in their seed only are processed together."""
+    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing but seeds, in one call."""
     first = sampling[0]
     if all(s is first or replace(s, seed=first.seed) == first for s in sampling):
         seen_NV = None if seen_BNV is None else seen_BNV.flatten(0, 1)
@@ -130,7 +130,7 @@ def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], seen_B
 
 
 def probs(scores_NV: Tensor, greedy: bool) -> Tensor:
-    """The law p [N, V] in float32 of scores from `apply_sampling`: a softmax, or all mass on the argmax."""
+    """The distribution float32 [N, V] of scores from `apply_sampling`: their softmax; greedy: all mass on the argmax."""
     if greedy:
         return torch.zeros_like(scores_NV).scatter_(-1, scores_NV.argmax(-1, keepdim=True), 1.0)
     return scores_NV.softmax(-1)
@@ -160,16 +160,22 @@ class GumbelNoise:
     Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is read twice):
 
         TARGET   the target's draw                     (absolute position, token)
-        ACCEPT   accept tests of sampled siblings      (position of the sibling, its number among its siblings)
+        ACCEPT   acceptance tests of drawn siblings    (position of the sibling, its number among its siblings)
         DRAFT    the draft's own draws                 (position of the root x nodes of the tree + node, token)
-        BLOCK    accept tests of a block's prefixes    (position of the root, tokens in the prefix)
-        SEARCH   text that no request reads            (absolute position, token)
+        BLOCK    acceptance tests of prefixes          (position of the root, tokens in the prefix)
+        SEARCH   text generated to choose the layers   (absolute position, token)
+                 that self_speculative skips
     """
 
     TARGET, ACCEPT, DRAFT, BLOCK, SEARCH = range(5)
 
     def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
-        """Args: seed_B int64; greedy_B bool, rows whose Gumbel noise is zero; all_greedy where the host knows it already."""
+        """
+        Args:
+            seed_B: int64.
+            greedy_B: bool; rows whose Gumbel noise is zero.
+            all_greedy: whether all rows are greedy, if the host knows it; None: read from `greedy_B`.
+        """
         self.seed_B, self.greedy_B = seed_B, greedy_B
         self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy
 
@@ -191,13 +197,13 @@ class GumbelNoise:
         """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy rows.
 
         Args:
-            vocab: how many tokens, or the ids of those that are asked about.
+            vocab: size of the vocabulary, or int64 [V]: the token ids whose noise is wanted.
         """
         tokens_V = torch.arange(vocab, device=position_BN.device) if isinstance(vocab, int) else vocab
         noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = ACCEPT) -> Tensor:
-        """bool [B]: the outcomes of accept tests with these chances, by the uniform numbers of (stream, position, index)."""
+        """bool [B]: which acceptance tests pass, True with probability `chance_B`, by the uniform numbers of (stream, position, index)."""
         index_1 = torch.full((1,), index, device=position_B.device)
         return self._uniform(stream, position_B[:, None], index_1)[:, 0, 0] < chance_B

@@ -1,11 +1,11 @@
-"""Everything drafted is a tree: its shape, and the records that travel around the loop.
+"""Draft trees, and the records that the stages of a cycle hand to each other.
 
-    prompt -> prefill -> [draft -> verify -> commit]* -> tokens
-                          Draft    Verdict
-                               Seen
+    prompt -> prefill -> [ draft  ->  forward of the target  ->  verify  ->  commit ]*
+                           Draft      TargetOutput               Verdict
 
-A tree is its `parents`; depth, ancestor mask and paths derive from it. Node 0 is the root: the newest token, already emitted and not yet
-in the target's cache. This example holds two candidates for the next token and three for the one after:
+A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the parent of each node; depths, ancestor mask
+and paths follow from the parents. Node 0 is the root: the newest token, already emitted and not yet in the target's cache. This example
+holds two candidates for the next token and three for the one after:
 
     node      0   1  2  3  4  5            mask (row attends to column)
     parent   -1   0  0  1  1  2                0 1 2 3 4 5
@@ -16,8 +16,8 @@ in the target's cache. This example holds two candidates for the next token and 
           |---- 2 --- 5                     4  x x     x
                                             5  x   x     x
 
-Letters: B rows, N nodes (M those of a second tree), P nodes on the longest path (max depth + 1), V vocabulary, F feature width.
-This module knows no model, no method and no sampling.
+Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path (max depth + 1), V vocabulary,
+F feature width. This module knows no model, no method and no sampling.
 """
 
 from __future__ import annotations
@@ -35,25 +35,22 @@ __all__ = ["Choices", "Draft", "FullDraft", "TargetOutput", "Tree", "Verdict", "
 
 @dataclass(frozen=True)
 class Tree:
-    """`B` trees of `N` nodes each, with fixed shapes.
-
-    Built with `Tree.build`; a parent comes before its children.
-    """
+    """B trees of N nodes each, one for every row of the batch. `Tree.build` makes them; a parent comes before its children."""
 
     parents_BN: Tensor  # int64; -1 for the root, node 0
-    candidate_BN: Tensor  # bool; False = forwarded but never accepted (scout, padding); the root is True
+    candidate_BN: Tensor  # bool; False: the node is forwarded but never accepted (padding; lookahead's scouts). True for the root
     depth_BN: Tensor  # int64; 0 for the root
     mask_BNN: Tensor  # bool; [b, n, m] = m is n or an ancestor of n
-    max_depth: int  # no node lies deeper
+    max_depth: int  # upper bound of the depths, known to the host
 
     @classmethod
     def build(cls, parents_BN: Tensor, max_depth: int, candidate_BN: Tensor | None = None) -> Tree:
-        """Derive depth and mask from parents.
+        """Build trees from the parents of their nodes.
 
         Args:
             parents_BN: int64, -1 in column 0 and nowhere else, each parent before its children.
-            max_depth: an upper bound of the depth of the nodes; fixes the shapes without looking at the values.
-            candidate_BN: which nodes may be accepted; all by default. A child of a node that is no candidate is none either.
+            max_depth: an upper bound of the depths. With it, shapes do not depend on the values of `parents_BN`.
+            candidate_BN: which nodes may be accepted; all by default. Nodes below one that may not be accepted are not accepted either.
         """
         B, N = parents_BN.shape
         mask_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
@@ -68,17 +65,17 @@ class Tree:
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """0 - 1 - 2 - ... : the tree of a drafter that proposes one continuation; one node is vanilla decoding."""
+        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
     def for_rows(self, rows: int) -> Tree:
-        """A tree of one row, for each of many."""
+        """Repeat a tree of one row for `rows` rows."""
         parents_BN, candidate_BN, depth_BN = (x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN))
         return Tree(parents_BN, candidate_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
 
     def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
-        """bool [B, N, V]: which tokens stand in each node's own prefix: the row's history, its ancestors and itself."""
+        """bool [B, N, V]: which tokens occur in the text up to and including each node: in `history_BV`, in its ancestors or in itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
         b, n, ancestor = self.mask_BNN.nonzero(as_tuple=True)
         seen_BNV[b, n, tokens_BN[b, ancestor]] = True
@@ -95,7 +92,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class FullDraft:
-    """Everything that was drafted, X nodes, the root first, a parent before its children, siblings best first."""
+    """All X nodes that a dynamic tree was selected from. The root comes first, a parent before its children, siblings best first."""
 
     parents_BX: Tensor  # int64; -1 for the root
     value_BX: Tensor  # float32; as `Draft.value_BN`
@@ -103,69 +100,74 @@ class FullDraft:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes."""
+    """The trees that a drafter proposes, with their tokens and probabilities."""
 
     tree: Tree
-    tokens_BN: Tensor  # int64; column 0 = the root
-    score_BN: Tensor | None = None  # float32; log q of the node given its parent (0 at the root); None: the drafter has no q
-    q_BNV: Tensor | None = None  # float32; the processed law AT node n from which its candidate children were drawn without
-    # replacement, in node order; None: children were chosen, not drawn
-    block: bool = False  # with q: the tree is one chain, to be verified as a whole
-    value_BN: Tensor | None = None  # float32; log of how probable the whole path to the node is held to be; only of grown trees
-    drafted: FullDraft | None = None  # of which a grown tree is the best
+    tokens_BN: Tensor  # int64; column 0 holds the root
+    score_BN: Tensor | None = None  # float32; log q(node | parent), EAGLE-2's confidence; 0 at the root; None: the drafter has no q
+    q_BNV: Tensor | None = None  # float32; at node n the draft's distribution (after `apply_sampling`) from which the children of n
+    # were drawn without replacement, in node order; None: the children were chosen, not drawn
+    block: bool = False  # with q_BNV: the tree is one chain, and block verification applies (`core.verify`)
+    value_BN: Tensor | None = (
+        None  # float32; log of EAGLE-2's value: the estimate that the path to the node is accepted; dynamic trees only
+    )
+    drafted: FullDraft | None = None  # the nodes among which a dynamic tree keeps those of the highest values
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What the target saw at every node."""
+    """The result of one forward of the target over the trees."""
 
     logits_BNV: Tensor
-    features_BNF: Tensor  # the layers that the drafter wants, side by side
+    features_BNF: Tensor  # hidden states of the layers that the drafter reads (`Drafter.feature_layers`), concatenated
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted path and the token after it."""
+    """The accepted path of each row, and its bonus token."""
 
-    path_BP: Tensor  # int64; node numbers, starts with node 0; -1 past the end
-    tokens_BP: Tensor  # int64; the tokens of those nodes; past the end: 0
-    length_B: Tensor  # int64; nodes on the path, the root counted: >= 1
-    bonus_B: Tensor  # int64; the token after the path: the next root
-    broken_B: Tensor | None = None  # bool; rows with a score that is not a number, where that was seen on the way
+    path_BP: Tensor  # int64; node numbers, starting with node 0; -1 past the end
+    tokens_BP: Tensor  # int64; the tokens of those nodes; 0 past the end
+    length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
+    bonus_B: Tensor  # int64; the target's own token after the path: the next root
+    broken_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:
-    """int64 [B, M]: the candidate of `draft` that stands for the same tokens as each candidate of `other`; 0 for the root, -1 for none."""
-    tree, beside = draft.tree, other.tree
-    offered_BM = beside.candidate_BN & (beside.parents_BN >= 0)
-    alike_BMN = (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & offered_BM[..., None] & tree.candidate_BN[:, None]
-    twin_BM = torch.where(beside.parents_BN < 0, 0, -1)
-    for _ in range(min(tree.max_depth, beside.max_depth)):  # nodes find theirs once their parents have: one level a round
-        parent_BM = twin_BM.gather(1, beside.parents_BN.clamp(min=0))
-        found_BMN = alike_BMN & (parent_BM >= 0)[..., None] & (tree.parents_BN[:, None] == parent_BM[..., None])
-        twin_BM = torch.where(found_BMN.any(-1), found_BMN.int().argmax(-1), twin_BM)
-    return twin_BM
+    """int64 [B, M]: for each node of `other`, the node of `draft` with the same path of tokens; -1 where there is none.
+
+    The roots match each other. Other nodes match only if both may be accepted.
+    """
+    tree, other_tree = draft.tree, other.tree
+    candidate_BM = other_tree.candidate_BN & (other_tree.parents_BN >= 0)
+    same_token_BMN = (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & candidate_BM[..., None] & tree.candidate_BN[:, None]
+    match_BM = torch.where(other_tree.parents_BN < 0, 0, -1)
+    for _ in range(min(tree.max_depth, other_tree.max_depth)):  # each round matches one more level: parents before children
+        parent_BM = match_BM.gather(1, other_tree.parents_BN.clamp(min=0))
+        same_path_BMN = same_token_BMN & (parent_BM >= 0)[..., None] & (tree.parents_BN[:, None] == parent_BM[..., None])
+        match_BM = torch.where(same_path_BMN.any(-1), same_path_BMN.int().argmax(-1), match_BM)
+    return match_BM
 
 
-def merge(draft: Draft, other: Draft, twin_BM: Tensor | None = None) -> Draft:
-    """Two trees below one root, as one of N + M - 1 nodes: those of `draft`, then those of `other` without its root.
+def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
+    """Merge two trees with the same root into one of N + M - 1 nodes: those of `draft`, then those of `other` without its root.
 
         0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         3 was the other's a: padding
                                                                          |---- 4:c
 
-    Candidates that stand for the same tokens are united: the second becomes padding, its children hang below the first. What was drawn
-    is from here on chosen: there is no q of a merged tree. Scores need both to have them.
+    Where both have a path of the same tokens, the node of `other` becomes padding, and its children become children of the node of
+    `draft`. A merged tree has no q, so it is verified as chosen even if its children were drawn. It has scores if both trees have them.
 
     Args:
-        twin_BM: `matching_nodes(draft, other)`, where it is known already.
+        match_BM: `matching_nodes(draft, other)`, if it is known already.
     """
-    twin_BM = matching_nodes(draft, other) if twin_BM is None else twin_BM
+    match_BM = matching_nodes(draft, other) if match_BM is None else match_BM
     N, M = draft.tree.nodes, other.tree.nodes
-    place_BM = torch.where(twin_BM >= 0, twin_BM, torch.arange(N - 1, N + M - 1, device=twin_BM.device))
-    parents_BM = place_BM.gather(1, other.tree.parents_BN.clamp(min=0))
+    number_BM = torch.where(match_BM >= 0, match_BM, torch.arange(N - 1, N + M - 1, device=match_BM.device))  # in the merged tree
+    parents_BM = number_BM.gather(1, other.tree.parents_BN.clamp(min=0))
 
-    def join(mine_BN: Tensor, theirs_BM: Tensor) -> Tensor:
-        return torch.cat([mine_BN, theirs_BM[:, 1:]], dim=1)
+    def join(first_BN: Tensor, second_BM: Tensor) -> Tensor:
+        return torch.cat([first_BN, second_BM[:, 1:]], dim=1)
 
     scores = None
     if draft.score_BN is not None and other.score_BN is not None:
@@ -173,12 +175,13 @@ def merge(draft: Draft, other: Draft, twin_BM: Tensor | None = None) -> Draft:
     tree = Tree.build(
         join(draft.tree.parents_BN, parents_BM),
         max(draft.tree.max_depth, other.tree.max_depth),
-        join(draft.tree.candidate_BN, other.tree.candidate_BN & (twin_BM < 0)),
+        join(draft.tree.candidate_BN, other.tree.candidate_BN & (match_BM < 0)),
     )
     return Draft(tree, join(draft.tokens_BN, other.tokens_BN), scores)
 
 
-Choices = tuple[tuple[int, ...], ...]  # a static tree: each node's path, as ranks among its parent's children
+Choices = tuple[tuple[int, ...], ...]  # a static tree: the path to each node, as ranks among siblings; (0, 1) is the second child of
+# the root's first child
 
 
 def chain_choices(depth: int) -> Choices:
@@ -187,7 +190,7 @@ def chain_choices(depth: int) -> Choices:
 
 
 def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
-    """Sort the paths of a static tree by depth, then rank; OptionError when they are no tree.
+    """Sort the paths of a static tree by depth, then rank; OptionError if they do not form a tree.
 
     A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,), (0, 0), ...
     """

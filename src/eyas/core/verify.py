@@ -1,28 +1,28 @@
-"""Verification: (Draft, p, noise) -> Verdict. Pure; knows no model.
+"""Verification of draft trees: (Draft, scores of the target, noise) -> Verdict. Pure functions; this module knows no model.
 
-Chosen trees (`draft.q_BNV` is None). One token is drawn at every node from the target's distribution, and the
-path follows the children as long as the drawn token is one of them; the first drawn token that is no child is
+**Chosen trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's distribution p. The
+path descends as long as the drawn token is one of the node's children; the first drawn token that is no child is
 the bonus. For distinct siblings this equals recursive rejection with point masses (EAGLE-2's rule: accept child
 x with p(x), else drop x and renormalise): the same acceptance, the same distribution, no loop over siblings.
-With argmax for the draw it is greedy verification.
+With argmax for the draw it is greedy verification. `core.ops` has the draw and the descent.
 
-Sampled trees (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
+**Drawn trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
 replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
 
     for each child x:  accept it with min(1, p(x) / q(x));
                        on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
     no child accepted: the bonus is drawn from what is left of p
 
-Blocks (`draft.block`: one chain, sampled from q). A token with more p than q can make up for the next one's lack
-of p, so the chain is tested as a whole, and the longest prefix that passes is accepted (Sun et al. 2024, "Block
-Verification Accelerates Speculative Decoding", algorithm 2; never fewer tokens in expectation than one by one):
+**Blocks** (`draft.block`: one chain, sampled from q). The chain is tested as a whole, and the longest prefix that
+passes its test is accepted (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2;
+in expectation never fewer tokens than with the test of each token above):
 
-    w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))                       laws at node n - 1
-    left_n = max(0, w_n p - q)  at node n, q = 0 at the last             |left_n| = its sum
-    prefix n passes with |left_n| / (|left_n| + 1 - w_n)                 the empty one always
-    bonus from norm(left_n) at the end of the longest that passes
+    w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))        with p and q of node n - 1
+    left_n = max(0, w_n p - q)                            with p and q of node n; q = 0 at the last node
+    prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
+    the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Rows that are greedy have nothing to accept by chance: they are verified as chosen, in any case.
+Greedy rows are verified as chosen trees, whatever the other rows of the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
 
@@ -41,13 +41,13 @@ __all__ = ["verify"]
 
 
 def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
-    """Accept the longest path that the target itself would have taken.
+    """The longest path of the tree that the target accepts, and its bonus token.
 
     Args:
-        scores_BNV: float32; softmax over V is the target's distribution at each node, as `processors.node_scores` left it.
-        position_B: int64; absolute position of the root; a child of a node at depth d is drawn with the noise of position + d + 1.
-        noise: the rows' random numbers.
-        ops: how tokens are drawn and paths are followed.
+        scores_BNV: float32; softmax over V is the target's distribution at each node (`processors.node_scores`).
+        position_B: int64; absolute position of the root. The token after a node at depth d is drawn with the noise of position + d + 1.
+        noise: the random numbers of the rows.
+        ops: the implementation of draws and paths: torch or compiled kernels.
     """
     tree = draft.tree
     draw_BN, nan_B = ops.draw(scores_BNV, tree, position_B, noise)
@@ -57,15 +57,21 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
         return replace(ops.follow(draft, draw_BN), broken_B=nan_B)
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
-    judge = _judge_block if draft.block else _reject
-    drawn_accepted_BN, drawn_bonus_B = judge(draft, draft.q_BNV, scores_BNV, position_B, noise)
-    accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, drawn_accepted_BN)
-    bonus_B = torch.where(noise.greedy_B, bonus_B, drawn_bonus_B)
+    verify_drawn = _verify_block if draft.block else _verify_by_rejection
+    sampled_accepted_BN, sampled_bonus_B = verify_drawn(draft, draft.q_BNV, scores_BNV, position_B, noise)
+    accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, sampled_accepted_BN)
+    bonus_B = torch.where(noise.greedy_B, bonus_B, sampled_bonus_B)
     return verdict_of(tree, draft.tokens_BN, accepted_BN, bonus_B)
 
 
-def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
-    """Recursive rejection, node by node down the accepted path, child by child in draw order; all rows at once."""
+def _verify_by_rejection(
+    draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Recursive rejection, node by node down the accepted path, child by child in draw order; all rows at once.
+
+    Returns:
+        bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
+    """
     tree, rows = draft.tree, torch.arange(draft.tree.rows, device=scores_BNV.device)
     node_B, accepted_BN = torch.zeros_like(position_B), tree.parents_BN < 0
     ended_B = torch.zeros_like(noise.greedy_B)
@@ -93,15 +99,18 @@ def _reject(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor,
     return accepted_BN, (final_BV.log() + gumbel_BV).argmax(-1)
 
 
-def _judge_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
-    """Every prefix of the chain is tested, with a uniform number of its own; the longest that passes is accepted.
+def _verify_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
+    """Block verification: test every prefix of the chain with a uniform number of its own, and accept the longest that passes.
 
-    The numbers belong to the root: tests of prefixes longer than the accepted one have been read, and by
-    absolute position the next cycle would read them again, knowing how they ended.
+    The numbers are keyed by (position of the root, length of the prefix). Keyed by the absolute position of a token, the next cycle
+    would read the numbers of the failed longer prefixes again, although their outcome is known by then.
+
+    Returns:
+        bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
     """
     tree, N = draft.tree, draft.tree.nodes
     order_N = torch.arange(N, device=position_B.device)
-    torch._assert_async((tree.parents_BN == order_N - 1).all(), "a block is one chain")
+    torch._assert_async((tree.parents_BN == order_N - 1).all(), "block verification needs a chain")
     weight_B, goes_on_B = torch.ones_like(scores_BNV[:, 0, 0]), tree.candidate_BN[:, 0]
     end_B, final_BV = torch.zeros_like(position_B), torch.zeros_like(scores_BNV[:, 0])
     for n in range(N):
@@ -122,7 +131,7 @@ def _judge_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Te
 
 
 def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """(sibling number, child node [B], whether it exists [B]) in node order, for as many siblings as any node here has."""
+    """The children of one node of each row: (sibling number, child node [B], whether the row has that child [B]), in node order."""
     child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
     rank_BN = child_BN.cumsum(-1)
     most = int(rank_BN[:, -1].max())
@@ -131,14 +140,14 @@ def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """norm(max(0, p - q)); where rounding leaves no mass, p itself."""
+    """norm(max(0, p - q)); p itself if rounding leaves no mass."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)
 
 
 def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
-    """norm(q without the token); zero everywhere when nothing is left, so that no later sibling is a candidate."""
+    """norm(q without the token). All zero if nothing is left: later siblings then fail their tests."""
     rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)

@@ -17,10 +17,10 @@ import pytest
 import processes
 import zoo
 from eyas.bench.contestants import Drafting, Question
+from eyas.bench.entries import HEADS
 from eyas.bench.profile import TRACED
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import locked
-from eyas.cli._contestants import HEADS
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--methods", "eagle2"), "eagle2 has no head here: `eyas train --method eagle1 --target"),
         (("--methods", "eagl2"), "did you mean eagle2"),
         (("--methods", "suffix:nodes=3"), "--methods suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?"),
-        (("--methods", "suffix:suffix.nodes=x"), "'x' is not a valid integer"),
+        (("--methods", "suffix:suffix.nodes=x"), "suffix.nodes: 'x' is no value of type int"),
         (("--methods", "suffix", "--tree.nodes", 9), "none of the methods has the option --tree.nodes"),
         (("--methods", "suffix", "--draft", "nobody=/tmp"), "unknown method 'nobody'"),
         (("--methods", "suffix", "--heads", "/nowhere"), "--heads /nowhere is no folder"),

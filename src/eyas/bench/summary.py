@@ -23,7 +23,10 @@ from eyas.bench.tasks import Prompt
 from eyas.bench.trees import deepest_cycle, tree_lines
 from eyas.files import write_text
 
-__all__ = ["summarise", "write"]
+__all__ = ["summarise", "write", "wrong_texts"]
+
+NEAR_TIE = 1e-5  # of two logits in float32: below it, either token is plain decoding's
+NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
 
 RUNS_BY = {
     "kernels": "compiled kernels",
@@ -177,3 +180,21 @@ def write(folder: Path, summary: Mapping[str, Any]) -> None:
     for name, (_, svg) in drawn.items():
         write_text(folder / f"{name}.svg", svg)
     write_text(folder / "report.html", page)
+
+
+def wrong_texts(summary: Mapping[str, Any]) -> list[str]:
+    """Texts in float32 that are not plain decoding's, apart from near ties. Of transformers' only plain ones count."""
+    if summary["settings"]["dtype"] != "float32":
+        return []
+    by_kernels = summary["settings"].get("runs_by") == "kernels"
+    lines = []
+    for row in summary["rows"]:
+        if row["task"] != "all" or row["method"].startswith("transformers_"):
+            continue
+        near_tie = NEAR_TIE_OF_KERNELS if by_kernels and row["method"] == "transformers" else NEAR_TIE
+        for prompt, turn, token, margin in row["differ"]:
+            if margin is None or margin > near_tie:
+                place = f"{row['method']}, {prompt}, turn {turn + 1}, T = {row['temperature']:g}: token {token}"
+                size = "none" if margin is None else f"{margin:.2g}"
+                lines.append(f"{place} is not plain decoding's (margin {size}): a fault of eyas")
+    return lines

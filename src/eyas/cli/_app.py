@@ -4,7 +4,7 @@ A command is a file of this folder. It defines
 
     command        a function; its docstring is the help, its parameters are the options
     GROUP          the group of commands that it belongs to on the page of `eyas --help`
-    EXAMPLES       command lines with what they are for
+    EXAMPLES       a command line a line, each with `  # what it is for`
     NOTES          further lines of the help page
     COMMANDS       instead of `command`: subcommands by name
 
@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, get_origin
 
 import cyclopts
 from cyclopts import App, Group, Parameter
@@ -27,7 +27,7 @@ from rich.markup import escape
 from eyas import __version__
 from eyas.cli._errors import UsageError
 from eyas.cli._names import names
-from eyas.cli._options import STDIN, MethodOptions, given, placeholders
+from eyas.cli._options import STDIN, MethodOptions, annotated, given, placeholders
 from eyas.errors import near
 
 __all__ = ["dispatch", "parse"]
@@ -37,12 +37,12 @@ HELP = (
     "A small draft head proposes a tree of next tokens; the unmodified model verifies all of them "
     "in one forward pass and keeps those that it would have generated itself."
 )
-EXAMPLES = (
-    ("eyas demo", "plain decoding beside the best method, nothing to download"),
-    ('eyas generate "Why is the sky blue?"', "the embedded model"),
-    ('eyas generate --target MODEL --draft HEAD "Why ..."', "folders or hub ids"),
-    ("eyas doctor", "check the installation"),
-)
+EXAMPLES = """
+eyas demo  # plain decoding beside the best method, nothing to download
+eyas generate "Why is the sky blue?"  # the embedded model
+eyas generate --target MODEL --draft HEAD "Why ..."  # folders or hub ids
+eyas doctor  # check the installation
+"""
 GROUPS = {name: Group(name, sort_key=i) for i, name in enumerate(("Answers", "Heads", "Information"))}
 HELP_FLAGS = ("--help", "-h", "--help-all")
 
@@ -114,7 +114,7 @@ def _app(tokens: Sequence[str]) -> App:
 
 def _add(app: App, name: str, tokens: Sequence[str]) -> None:
     module = import_module(f"eyas.cli.{name}")
-    epilogue = _epilogue(getattr(module, "EXAMPLES", ()), getattr(module, "NOTES", ()))
+    epilogue = _epilogue(getattr(module, "EXAMPLES", ""), getattr(module, "NOTES", ()))
     group = GROUPS[module.GROUP]
     if hasattr(module, "COMMANDS"):
         inner = App(name=name, help=module.HELP, group=group, help_epilogue=epilogue)
@@ -129,9 +129,10 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
     app.command(function, name=name, group=group, help_epilogue=epilogue)
 
 
-def _epilogue(examples: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
+def _epilogue(examples: str, notes: Sequence[str] = ()) -> str:
     """The end of a help page; an empty line between lines keeps them apart."""
-    lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, purpose in examples]
+    parts = [line.partition("  # ") for line in examples.strip().splitlines()]
+    lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, _, purpose in parts]
     return "\n\n".join([*(["[bold]Examples[/]"] if lines else []), *lines, *map(escape, notes)])
 
 
@@ -152,6 +153,8 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
         kind = placeholders(parameter.annotation, tokens, wants_help)
         if kind is not None:
             parameter = parameter.replace(annotation=kind)
+        elif get_origin(parameter.annotation) is Annotated:
+            parameter = parameter.replace(annotation=annotated(parameter.annotation))
         if _is_optional_group(parameter.annotation):
             parameter = parameter.replace(default=parameter.annotation())
         if kind is None or fields(kind):

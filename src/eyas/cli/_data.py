@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from eyas.train.config import TrainConfig
     from eyas.train.data import Data, Report
 
-__all__ = [
-    "check_layers",
-    "check_source",
-    "note_problems",
-    "read_data",
-    "reading",
-    "training_data",
-    "training_options",
-]
-
 SHOWN_PROBLEMS = 5
 
 

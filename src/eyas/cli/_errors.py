@@ -22,17 +22,6 @@ from typing import IO, TextIO
 
 from eyas.errors import EyasError
 
-__all__ = [
-    "FULL",
-    "Interrupted",
-    "UsageError",
-    "colored",
-    "exit_status",
-    "note",
-    "problem",
-    "replace_closed_streams",
-]
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 GREEN, RED = "32", "31"
 

@@ -28,16 +28,6 @@ from eyas.cli._options import STDIN
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import locked_output, parse_json
 
-__all__ = [
-    "InvalidLine",
-    "Results",
-    "Task",
-    "differences",
-    "file_errors",
-    "read_tasks",
-    "refuse",
-]
-
 KINDS = ("prompt", "messages", "prompt_ids")
 
 

@@ -15,30 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.cli._errors import note
-from eyas.cli._options import (
-    DraftOptions,
-    LengthOptions,
-    SamplingOptions,
-    TargetOptions,
-    TemperatureOptions,
-)
+from eyas.cli._options import DraftOptions, SamplingOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
-
-__all__ = [
-    "check_exact",
-    "load",
-    "load_target",
-    "need_packages",
-    "need_tokenizer",
-    "note_no_head",
-    "quiet",
-    "record",
-    "sampling_of",
-    "versions",
-]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
@@ -132,11 +113,11 @@ def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
         note(f"no --draft: the text itself drafts ({llm.method}); a draft head for this target would make it faster")
 
 
-def sampling_of(*groups: SamplingOptions | TemperatureOptions | LengthOptions) -> dict[str, Any]:
-    """The keywords of `LLM.request` from groups of options. Refuses impossible values before a model is loaded."""
+def sampling_of(options: SamplingOptions) -> dict[str, Any]:
+    """The keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
-    keywords = {name: value for group in groups for name, value in asdict(group).items()}
+    keywords = asdict(options)
     Sampling(**{name: value for name, value in keywords.items() if name not in ("max_new_tokens", "stop")})
     return keywords
 

@@ -16,44 +16,31 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
-from cyclopts.validators import Number
+from rich.markup import escape
 
-from eyas.core.options import field_docstrings
+from eyas.core.options import Option, field_docstrings, list_options, parse_option, plain_type
 from eyas.errors import OptionError
 
-__all__ = [
-    "AS_JSON",
-    "DATA",
-    "HUB",
-    "MACHINE",
-    "METHOD",
-    "MODEL",
-    "OUTPUT",
-    "POSITIVE",
-    "PROMPT",
-    "SAMPLING",
-    "STDIN",
-    "BenchMethodOptions",
-    "DraftOptions",
-    "LengthOptions",
-    "MethodOptions",
-    "SamplingOptions",
-    "TargetOptions",
-    "TemperatureOptions",
-    "TrainMethodOptions",
-    "TrainingOptions",
-    "metavar",
-    "option_group",
-    "parse_option",
-    "placeholders",
-]
-
 Options = TypeVar("Options")
+
+STDIN = "\N{SYMBOL FOR START OF TEXT}"  # stands for the argument `-`, which would be an option otherwise
+PANELS = ("Prompt", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
+
+
+def annotated(annotation: Any, **settings: Any) -> Any:
+    """`Annotated[int, "Sampling", "N"]` for cyclopts: the option's panel on the help page, and what
+    stands for its value there."""
+    kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    parameters = [Parameter(**settings)]
+    for mark in marks:
+        if mark in PANELS:
+            mark = Parameter(group=Group(mark, sort_key=PANELS.index(mark)))
+        parameters.append(Parameter(metavar=mark) if isinstance(mark, str) else mark)
+    return Annotated[kind, *parameters]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -63,42 +50,17 @@ def option_group(kind: type[Options]) -> type[Options]:
     described = field_docstrings(kind)
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         default = getattr(kind, name, None)
+        settings = {"help": described[name]} if name in described else {}
         shown = default is not None and default is not False and default != ()
-        text = Parameter(help=described[name]) if name in described else Parameter()
-        kind.__annotations__[name] = Annotated[annotation, Parameter(show_default=shown), text]
+        kind.__annotations__[name] = annotated(annotation, show_default=shown, **settings)
     return Parameter(name="*")(kind)
 
 
-STDIN = "\N{SYMBOL FOR START OF TEXT}"  # stands for the argument `-`, which would be an option otherwise
-
-
-def _panel(name: str, order: int) -> Parameter:
-    """A panel of the help page; panels have the same order on every page."""
-    return Parameter(group=Group(name, sort_key=order))
-
-
-PROMPT = _panel("Prompt", 1)
-MODEL = _panel("Model", 2)
-METHOD = _panel("Method", 3)
-DATA = _panel("Data", 4)
-TRAINING = _panel("Training", 5)
-SAMPLING = _panel("Sampling", 6)
-OUTPUT = _panel("Output", 7)
-MACHINE = _panel("Machine", 8)
-
-
-def metavar(name: str) -> Parameter:
-    """What stands for the value of an option in help."""
-    return Parameter(metavar=name)
-
-
-HUB = metavar("PATH|HUB")
-POSITIVE = Parameter(validator=Number(gte=1))
-AS_JSON = Annotated[bool, OUTPUT, Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
-VERBOSE = Annotated[bool, MACHINE, Parameter(help="Show what the libraries below print while they load.")]
+AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
+VERBOSE = Annotated[bool, "Machine", Parameter(help="Show what the libraries below print while they load.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,
-    METHOD,
+    "Method",
     Parameter(
         help="auto: draft as much as pays on this machine, or nothing. fixed: use the tree options as they are. "
         "Default: auto, unless a tree option is given."
@@ -110,23 +72,23 @@ TREE = Annotated[
 class TargetOptions:
     """The target model and how it runs."""
 
-    target: Annotated[str | None, MODEL, HUB] = None
+    target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: a folder or a hub id. Default: the embedded model."""
-    tokenizer: Annotated[str | None, MODEL, HUB] = None
+    tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
-    trust_remote_code: Annotated[bool, MODEL] = False
+    trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
-    dtype: Annotated[str, MACHINE, metavar("NAME")] = "auto"
+    dtype: Annotated[str, "Machine", "NAME"] = "auto"
     """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere."""
-    device: Annotated[str, MACHINE, metavar("NAME")] = "auto"
+    device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
-    kernels: Annotated[Literal["auto", "on", "compile", "off"], MACHINE] = "auto"
+    kernels: Annotated[Literal["auto", "on", "compile", "off"], "Machine"] = "auto"
     """On a CPU: compiled kernels where they support the model (auto), with a note where they do not
     (on), or never (off). On a GPU: CUDA graphs (on), also with torch.compile (compile)."""
-    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], MACHINE] = "exact"
+    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
     Needs the compiled kernels."""
-    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], MACHINE] = "exact"
+    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "Machine"] = "exact"
     """Round the inputs of matrix products as well: bfloat16 with weights kept so, int16 or int8 with
     int8 and int4 weights."""
     verbose: VERBOSE = False
@@ -134,7 +96,7 @@ class TargetOptions:
 
 DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
-    MACHINE,
+    "Machine",
     Parameter(help="Round the draft head's weights: fp8 on GPUs that multiply it, int4 by the compiled kernels. The text stays the same."),
 ]
 
@@ -143,12 +105,12 @@ DRAFT_WEIGHTS = Annotated[
 class DraftOptions:
     """The draft head and the method."""
 
-    draft: Annotated[str | None, MODEL, HUB] = None
+    draft: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The draft head: a folder or a hub id."""
-    method: Annotated[str | None, METHOD, metavar("NAME")] = None
+    method: Annotated[str | None, "Method", "NAME"] = None
     """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
     head, suffix."""
-    draft_with: Annotated[str | None, METHOD, metavar("NAME")] = None
+    draft_with: Annotated[str | None, "Method", "NAME"] = None
     """A second method, one without a head, such as suffix: both draft in every cycle."""
     tree: TREE = None
     draft_weights: DRAFT_WEIGHTS = "exact"
@@ -158,7 +120,7 @@ class DraftOptions:
 class TemperatureOptions:
     """The temperature, where a command takes one."""
 
-    temperature: Annotated[float, SAMPLING] = 0.0
+    temperature: Annotated[float, "Sampling"] = 0.0
     """0: always the most probable token."""
 
 
@@ -166,29 +128,39 @@ class TemperatureOptions:
 class SamplingOptions:
     """How tokens are sampled from the target's distribution; see `eyas.Sampling`."""
 
-    top_k: Annotated[int, SAMPLING] = 0
+    top_k: Annotated[int, "Sampling"] = 0
     """Sample from the k most probable tokens; 0: from all."""
-    top_p: Annotated[float, SAMPLING] = 1.0
+    top_p: Annotated[float, "Sampling"] = 1.0
     """Sample from the most probable tokens that together have this probability."""
-    min_p: Annotated[float, SAMPLING] = 0.0
+    min_p: Annotated[float, "Sampling"] = 0.0
     """Sample from tokens of at least this share of the best token's probability."""
-    repetition_penalty: Annotated[float, SAMPLING] = 1.0
+    repetition_penalty: Annotated[float, "Sampling"] = 1.0
     """Above 1: repeat less."""
-    seed: Annotated[int, SAMPLING] = 0
+    seed: Annotated[int, "Sampling"] = 0
     """The same seed gives the same text."""
+
+
+@option_group
+class DrawOptions(SamplingOptions, TemperatureOptions):
+    """How tokens are sampled, with the temperature."""
 
 
 @option_group
 class LengthOptions:
     """Where an answer ends."""
 
-    max_new_tokens: Annotated[int | None, SAMPLING, metavar("N")] = None
+    max_new_tokens: Annotated[int | None, "Sampling", "N"] = None
     """Tokens of an answer, at most. Default: 256, or what fits the context."""
-    stop: Annotated[tuple[str, ...], SAMPLING, metavar("TEXT")] = ()
+    stop: Annotated[tuple[str, ...], "Sampling", "TEXT"] = ()
     """End before this text; may be given several times."""
 
 
-# --- options that depend on the method ----------------------------------------------------------
+@option_group
+class AnswerOptions(SamplingOptions, TemperatureOptions, LengthOptions):
+    """How an answer is sampled, and where it ends."""
+
+
+# --- options that depend on the method ---
 
 
 class MethodOptions(dict[str, Any]):
@@ -228,7 +200,7 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
         return None
     named = tuple(name for name in (_value_of("--method", tokens) or "").split(",") if name)
     if wants_help and not named and "--help-all" not in tokens:
-        return _options_class((), METHOD)
+        return _options_class((), "Method")
     return _method_class(annotation.uses, named, wants_help and bool(named))
 
 
@@ -253,7 +225,6 @@ def _value_of(option: str, tokens: Sequence[str]) -> str | None:
 def _method_class(uses: frozenset[str], named: tuple[str, ...], only_named: bool) -> type:
     """A dataclass with the options of the methods, those at dotted paths after --method included."""
     from eyas import drafters
-    from eyas.core.options import Option, list_options
 
     outside = [name for name in named if "." in name]
     methods = named if only_named else [*drafters.names(), *outside]
@@ -262,96 +233,58 @@ def _method_class(uses: frozenset[str], named: tuple[str, ...], only_named: bool
         for option in list_options(drafters.find(method).Options):
             if not option.use or option.use in uses:
                 by_name.setdefault(option.name, {})[method] = option
-    return _options_class(map(_merged, by_name.values()), METHOD)
+    return _options_class(map(_merged, by_name.values()), "Method")
 
 
-def _merged(by_method: Mapping[str, Any]) -> Any:
+def _merged(by_method: Mapping[str, Option]) -> Option:
     """An option of several methods as one: its help lists the defaults that differ."""
-    from dataclasses import replace
-
-    option = next((o for o in by_method.values() if o.help), next(iter(by_method.values())))
+    options = list(by_method.values())
+    option = next((option for option in options if option.help), options[0])
     by_default: dict[str, list[str]] = {}
     for method, one in by_method.items():
         by_default.setdefault(one.shown_default, []).append(method)
     defaults = "; ".join(f"{', '.join(methods)}: {default}" for default, methods in by_default.items())
-    if len(by_method) == 1:
+    if len(options) == 1:
         defaults = option.shown_default
-    return replace(
-        option,
-        help=f"{option.use.capitalize()}{': ' * bool(option.use)}{option.help} [default: {defaults}]",
-    )
+    use = f"{option.use.capitalize()}: " if option.use else ""
+    return replace(option, help=f"{use}{option.help} [default: {defaults}]")
 
 
 @functools.cache
 def _config_class() -> type:
     """A dataclass with the options of a training."""
-    from dataclasses import replace
-
-    from eyas.core.options import list_options
     from eyas.train.config import TrainConfig
 
     shown = (replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(TrainConfig))
-    return _options_class(shown, TRAINING, flags=True)
+    return _options_class(shown, "Training", flags=True)
 
 
-def _options_class(options: Iterable[Any], panel: Parameter, flags: bool = False) -> type:
+def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> type:
     """A dataclass for cyclopts with a field for each option, None when the option is not given.
 
     flags: an option of type bool takes no value.
     """
-    from dataclasses import field
-
     declared = []
     for option in options:
         flag = flags and option.annotation is bool
-        name = Parameter(
-            name=f"--{option.name.replace('_', '-')}",
-            help=_escaped(option.help),
-            show_default=False,
-        )
-        shape = Parameter() if flag else Parameter(n_tokens=1)
-        annotation: Any = Annotated[_value_type(option.annotation) | None, panel, name, shape]
-        declared.append(
-            (
-                re.sub(r"\W", "__", option.name),
-                annotation,
-                field(default=None, metadata={"option": option.name}),
-            )
-        )
+        name = Parameter(name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1)
+        kind: Any = Annotated[_value_type(option) | None, panel, name]
+        annotation = annotated(kind, help=escape(option.help), show_default=False)
+        default = field(default=None, metadata={"option": option.name})
+        declared.append((re.sub(r"\W", "__", option.name), annotation, default))
     made = make_dataclass("Options", declared, frozen=True, kw_only=True)
     made.__module__ = __name__
     return Parameter(name="*")(made)
 
 
-def _escaped(text: str) -> str:
-    """Text without markup of the help page."""
-    return text.replace("[", r"\[")
-
-
-def _value_type(annotation: Any) -> Any:
+def _value_type(option: Option) -> Any:
     """The type by which cyclopts reads an option's value."""
-    parts = [part for part in get_args(annotation) if part is not type(None)]
-    origin = get_origin(annotation)
-    if origin in (Union, UnionType) and parts:
-        return _value_type(parts[0])
-    if origin is tuple:
-        return Annotated[tuple[float, ...], Parameter(n_tokens=1, converter=_numbers, metavar="N,N")]
-    return annotation if annotation in (int, float, bool) or origin is Literal else str
 
+    def numbers(kind: Any, tokens: Sequence[Token]) -> Any:
+        try:
+            return parse_option(option, tokens[0].value)
+        except OptionError as error:
+            raise ValueError(str(error)) from None
 
-def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in tokens[0].value.split(","))
-    except ValueError:
-        raise ValueError(f"{tokens[0].value!r} is no list of numbers separated by commas") from None
-
-
-def parse_option(option: Any, text: str) -> Any:
-    """The value of an `eyas.core.options.Option` from its text. OptionError when it has none."""
-    from cyclopts import CycloptsError, convert
-
-    kind = _value_type(option.annotation)
-    try:
-        return _numbers(kind, [Token(value=text)]) if get_origin(option.annotation) is tuple else convert(kind, [text])
-    except (CycloptsError, ValueError) as error:
-        raise OptionError(f"{option.name}: {error}") from error
+    kind = plain_type(option.annotation)
+    return Annotated[tuple[float, ...], Parameter(converter=numbers, metavar="N,N")] if kind is tuple else kind

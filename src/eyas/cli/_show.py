@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Task
-    from rich.text import Text
+    from rich.progress import Progress
 
     from eyas.api import LLM, Piece, Result, Stream
-
-__all__ = ["Painter", "TimedStream", "print_table", "progress_bar", "summary"]
 
 
 class TimedStream:
@@ -88,53 +85,47 @@ def summary(llm: LLM, result: Result) -> str:
     return f"{tokens} token{'s' * (tokens != 1)}{speed}, tau {stats.tau:.2f}, {llm.method}{end}"
 
 
-def _count(task: Task) -> str:
-    return f"{int(task.completed):,}/{int(task.total or 0):,}"
+class ProgressBar:
+    """Shows how much of something is done."""
+
+    def __init__(self, display: Progress, total: int | None, unit: str) -> None:
+        self.display = display
+        self.task = display.add_task("", total=total, text="")
+        self.unit = unit
+        self.done = 0
+
+    def advance(self, amount: int) -> None:
+        """So much more is done."""
+        self.show(self.done + amount)
+
+    def show(self, done: int, text: str = "", total: int | None = None) -> None:
+        """So much is done in all; `text` stands beside the bar, by default the speed."""
+        self.done = done
+        speed = self.display.tasks[0].speed
+        text = text or (f"{speed:,.0f} {self.unit}/s" if speed and self.unit else "")
+        self.display.update(self.task, completed=done, total=total, text=text)
 
 
 @contextmanager
-def progress_bar(title: str, total: int, unit: str = "", hidden: bool = False) -> Iterator[Callable[[int, str], None]]:
+def progress_bar(title: str, total: int | None = None, unit: str = "", hidden: bool = False) -> Iterator[ProgressBar]:
     """A progress bar on stderr, where that is a terminal.
 
-    unit: what is counted; shown per second instead of as a count.
-    Yields a function (completed now, text to show beside the bar).
+    unit: what is counted; its speed is shown, and percents instead of a count.
     """
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class CountColumn(TaskProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(_count(task))
 
     console = Console(stderr=True)
-    count = TaskProgressColumn() if unit else CountColumn()
     columns = (
-        TextColumn(title),
-        BarColumn(),
-        count,
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
+        progress.TextColumn(title),
+        progress.BarColumn(24),
+        progress.TaskProgressColumn() if unit else progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[text]}", markup=False),
     )
-    began = time.monotonic()
-    done = 0
-    with Progress(*columns, console=console, disable=hidden or not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-
-        def advance(amount: int, text: str = "") -> None:
-            nonlocal done
-            done += amount
-            if unit:
-                text = f"{done / max(1e-9, time.monotonic() - began):,.0f} {unit}/s"
-            progress.update(task, advance=amount, description=text)
-
-        yield advance
+    disable = hidden or not console.is_terminal
+    with progress.Progress(*columns, console=console, disable=disable, redirect_stdout=False) as display:
+        yield ProgressBar(display, total, unit)
 
 
 def print_table(

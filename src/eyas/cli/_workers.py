@@ -16,8 +16,6 @@ from eyas.errors import EyasError
 if TYPE_CHECKING:
     from eyas.train.store import FeatureStore
 
-__all__ = ["Workers", "shards_done"]
-
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20
 
@@ -74,13 +72,13 @@ class Workers:
         """Wait for all of them. EyasError when one did not do its part."""
         shards, missing = self.store.manifest.shards, list(self.todo)
         try:
-            with progress_bar("features", sum(shards[i].tokens for i in missing), "tokens") as advance:
+            with progress_bar("features", sum(shards[i].tokens for i in missing), "tokens") as bar:
                 running = True
                 while running:
                     running = any(process.poll() is None for process in self.processes)
                     for shard in [i for i in missing if not self.store.fault(i)]:
                         missing.remove(shard)
-                        advance(shards[shard].tokens, "")
+                        bar.advance(shards[shard].tokens)
                     time.sleep(POLL_SECONDS * running)
         except KeyboardInterrupt:
             self._stop()

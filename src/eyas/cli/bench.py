@@ -12,58 +12,35 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
+from cyclopts.types import NonNegativeInt, PositiveInt
 
-from eyas.cli._contestants import Field, contestants
 from eyas.cli._errors import Interrupted, note, problem
 from eyas.cli._load import load, need_packages, quiet, sampling_of
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
-    METHOD,
-    MODEL,
-    OUTPUT,
-    POSITIVE,
-    PROMPT,
-    SAMPLING,
     BenchMethodOptions,
     DraftOptions,
     SamplingOptions,
     TargetOptions,
-    TemperatureOptions,
-    metavar,
     option_group,
 )
-from eyas.cli._show import print_table
+from eyas.cli._show import print_table, progress_bar
 from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
     from eyas.bench.run import Bench, OnPrompt
     from eyas.bench.tasks import Prompt
 
-__all__ = ["command"]
-
 GROUP = "Answers"
-NEAR_TIE = 1e-5  # of two logits in float32: below it, either token is plain decoding's
-NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
-EXAMPLES = (
-    ("eyas bench", "the embedded model, 24 prompts of ours, every method that can run"),
-    ("eyas bench --target MODEL --draft HEAD --prompts mine.jsonl", "your model on your prompts"),
-    (
-        "eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1",
-        "variants side by side",
-    ),
-    (
-        "eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec",
-        "a public set from a file",
-    ),
-    (
-        "eyas bench --methods eagle3 --limit 1 --profile",
-        "where a cycle's time goes, and how far it is from the machine's bound",
-    ),
-    ("eyas bench --compare out/bench out/spec", "two runs"),
-)
+EXAMPLES = """
+eyas bench  # the embedded model, 24 prompts of ours, every method that can run
+eyas bench --target MODEL --draft HEAD --prompts mine.jsonl  # your model on your prompts
+eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1  # variants side by side
+eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec  # a public set from a file
+eyas bench --methods eagle3 --limit 1 --profile  # where a cycle's time goes, and how far it is from the machine's bound
+eyas bench --compare out/bench out/spec  # two runs
+"""
 NOTES = (
     'Lines of --prompts: {"prompt": "..."}, {"turns": [...]}, {"messages": [...]} or {"prompt_ids": [...]}.',
     "Run again, the same command goes on where it was stopped.",
@@ -74,35 +51,35 @@ NOTES = (
 class BenchOptions:
     """Who is compared, on what, and where the results go."""
 
-    methods: Annotated[str, MODEL, metavar("A,B")] = "all"
+    methods: Annotated[str, "Model", "A,B"] = "all"
     """Names, or NAME:option=value:...; all: every method that can run."""
-    draft: Annotated[tuple[str, ...], MODEL, metavar("[NAME=]PATH|HUB")] = ()
+    draft: Annotated[tuple[str, ...], "Model", "[NAME=]PATH|HUB"] = ()
     """A head, for the methods that it was made for, or for NAME; several may be given."""
-    heads: Annotated[str | None, MODEL, metavar("FOLDER")] = None
+    heads: Annotated[str | None, "Model", "FOLDER"] = None
     """Heads in folders named by their method. Default: out/heads, if it is there."""
-    tasks: Annotated[str, PROMPT, metavar("A,B:PATH")] = "bundled"
+    tasks: Annotated[str, "Prompt", "A,B:PATH"] = "bundled"
     """Sets of prompts: NAME or NAME:PATH."""
-    prompts: Annotated[str | None, PROMPT, metavar("FILE.jsonl")] = None
+    prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Your own prompts, instead of --tasks."""
-    limit: Annotated[int | None, PROMPT, POSITIVE, metavar("N")] = None
+    limit: Annotated[PositiveInt | None, "Prompt", "N"] = None
     """Prompts of each set, at most."""
-    temperature: Annotated[tuple[float, ...], SAMPLING] = (0.0,)
+    temperature: Annotated[tuple[float, ...], "Sampling"] = (0.0,)
     """0: greedy; several may be given."""
-    max_new_tokens: Annotated[int, SAMPLING, POSITIVE, metavar("N")] = 128
+    max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 128
     """Tokens of an answer, at most."""
-    output: Annotated[str, OUTPUT, metavar("FOLDER")] = "out/bench"
+    output: Annotated[str, "Output", "FOLDER"] = "out/bench"
     """Answers, summary and report."""
-    restart: Annotated[bool, OUTPUT] = False
+    restart: Annotated[bool, "Output"] = False
     """Forget the answers in --output."""
     as_json: AS_JSON = False
-    compare: Annotated[tuple[str, str] | None, OUTPUT, metavar("A B")] = None
+    compare: Annotated[tuple[str, str] | None, "Output", "A B"] = None
     """Only show two finished benches side by side: folders or summaries."""
-    probe: Annotated[int, OUTPUT, Parameter(validator=Number(gte=0)), metavar("N")] = 6
+    probe: Annotated[NonNegativeInt, "Output", "N"] = 6
     """Prompts on which draft trees are examined node by node, in a pass of its own."""
-    profile: Annotated[bool, OUTPUT] = False
+    profile: Annotated[bool, "Output"] = False
     """Also show where a cycle's time goes and how far a pass is from the machine's bound; write a
     trace of each method."""
-    simulate_acceptance: Annotated[str | None, METHOD, metavar("A,B,...")] = None
+    simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""
     draft_weights: DRAFT_WEIGHTS = "exact"
@@ -122,10 +99,11 @@ def command(
     need_packages("bench", "bench", "matplotlib")
     from eyas.bench.run import locked
     from eyas.bench.simulate import parse_rates
+    from eyas.core.sampling import Sampling
 
+    keywords = sampling_of(sampling)
     for temperature in job.temperature:
-        keywords = sampling_of(sampling, TemperatureOptions(temperature=temperature))
-    del keywords["temperature"]
+        Sampling(temperature=temperature)  # refuses an impossible one
     if job.simulate_acceptance is not None:
         parse_rates(job.simulate_acceptance)
     prompts, folder = _prompts(job), Path(job.output)
@@ -145,22 +123,15 @@ def _measured(
     """The bench, from the models to the files in its folder; returns its summary."""
     import sys
 
+    from eyas.bench.entries import Entrants, contestants
     from eyas.bench.machine import snapshot
     from eyas.bench.run import Bench
     from eyas.bench.summary import summarise, write
 
     llm = load(model, DraftOptions(method="vanilla", draft_weights=job.draft_weights), {})
-    field = Field(
-        llm,
-        job.methods,
-        job.draft,
-        job.heads,
-        not model.target,
-        job.simulate_acceptance,
-        model.verbose,
-        options,
-    )
-    entered, skipped = contestants(field)
+    entrants = Entrants(llm, job.methods, job.draft, job.heads, not model.target, job.simulate_acceptance, options)
+    with quiet(model.verbose):
+        entered, skipped = contestants(entrants)
     for name, why in skipped.items():
         note(f"{name} is left out: {why}")
     temperatures = tuple(dict.fromkeys(job.temperature))
@@ -220,41 +191,21 @@ def _fitting(bench: Bench) -> list[Prompt]:
 @contextmanager
 def _progress() -> Iterator[OnPrompt]:
     """Prompts done, time left, what is going on; where there is no terminal a line now and then."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    with progress_bar("prompts") as bar:
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+        def on_prompt(done: int, total: int, what: str) -> None:
+            bar.show(done, what, total)
+            if what and bar.display.disable:
+                note(f"prompt {done + 1} of {total}: {what}" if done < total else what)
 
-        def line(done: int, of: int, what: str) -> None:
-            if what:
-                note(f"prompt {done + 1} of {of}: {what}" if done < of else what)
-
-        yield line
-        return
-    columns = (
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[what]}", markup=False),
-    )
-    with Progress(*columns, console=console, redirect_stdout=False) as shown:
-        task = shown.add_task("prompts", total=None, what="")
-        yield lambda done, of, what: shown.update(task, completed=done, total=of, what=what)
+        yield on_prompt
 
 
 def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
     """Print the pooled tables and where the rest is. Status 1 when a float32 text is not plain decoding's,
     or when every method failed."""
     from eyas.bench import report
+    from eyas.bench.summary import wrong_texts
 
     if as_json:
         print(json.dumps(dict(summary)))
@@ -275,27 +226,11 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
     if traces:
         note(f"traces for https://ui.perfetto.dev: {', '.join(traces)}")
     note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
-    wrong = _wrong(summary) if summary["settings"]["dtype"] == "float32" else []
+    wrong = wrong_texts(summary)
     for line in wrong:
         problem(line)
     methods = {name for name in summary["settings"]["methods"] if name != "vanilla" and not name.startswith("transformers")}
     return 1 if wrong or (methods and methods <= summary["failed"].keys()) else 0
-
-
-def _wrong(summary: Mapping[str, Any]) -> list[str]:
-    """Texts that are not plain decoding's, apart from near ties. Of transformers' only plain ones count."""
-    by_kernels = summary["settings"].get("runs_by") == "kernels"
-    lines = []
-    for row in summary["rows"]:
-        if row["task"] != "all" or row["method"].startswith("transformers_"):
-            continue
-        near_tie = NEAR_TIE_OF_KERNELS if by_kernels and row["method"] == "transformers" else NEAR_TIE
-        for prompt, turn, token, margin in row["differ"]:
-            if margin is None or margin > near_tie:
-                place = f"{row['method']}, {prompt}, turn {turn + 1}, T = {row['temperature']:g}: token {token}"
-                size = "none" if margin is None else f"{margin:.2g}"
-                lines.append(f"{place} is not plain decoding's (margin {size}): a fault of eyas")
-    return lines
 
 
 def _refuse_others(job: BenchOptions, *groups: Any) -> None:

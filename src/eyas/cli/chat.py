@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from eyas.cli._errors import GREEN, colored, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
 from eyas.cli._options import (
-    OUTPUT,
-    PROMPT,
+    AnswerOptions,
     DraftOptions,
-    LengthOptions,
     MethodOptions,
-    SamplingOptions,
     TargetOptions,
-    TemperatureOptions,
-    metavar,
     option_group,
 )
 from eyas.cli._show import Painter, TimedStream, summary
@@ -30,14 +25,12 @@ if TYPE_CHECKING:
 
     from eyas.api import LLM
 
-__all__ = ["command"]
-
 GROUP = "Answers"
-EXAMPLES = (
-    ("eyas chat", "with the embedded model"),
-    ("eyas chat --color-accepted", "drafted text is green"),
-    ("eyas chat --target MODEL --draft HEAD --system 'Be brief.'", "with a model of yours"),
-)
+EXAMPLES = """
+eyas chat  # with the embedded model
+eyas chat --color-accepted  # drafted text is green
+eyas chat --target MODEL --draft HEAD --system 'Be brief.'  # with a model of yours
+"""
 NOTES = ("In the conversation: /help, /reset, /exit. Ctrl-C stops an answer, Ctrl-D ends the conversation.",)
 CHAT_COMMANDS = {
     "/help": "list these commands",
@@ -50,24 +43,22 @@ CHAT_COMMANDS = {
 class ChatOptions:
     """How the conversation begins and looks."""
 
-    system: Annotated[str | None, PROMPT, metavar("TEXT")] = None
+    system: Annotated[str | None, "Prompt", "TEXT"] = None
     """A system message."""
-    color_accepted: Annotated[bool, OUTPUT] = False
+    color_accepted: Annotated[bool, "Output"] = False
     """Show drafted text in green."""
 
 
 def command(
     *,
     chat: ChatOptions,
-    length: LengthOptions,
-    temperature: TemperatureOptions,
-    sampling: SamplingOptions,
+    sampling: AnswerOptions,
     model: TargetOptions,
     draft: DraftOptions,
     options: MethodOptions,
 ) -> int:
     """Talk with a model."""
-    keywords = sampling_of(length, temperature, sampling)
+    keywords = sampling_of(sampling)
     llm = load(model, draft, options)
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
         raise InputError("this target has no chat template: use eyas generate")

@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 from eyas.cli._data import note_problems, reading
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._load import quiet, versions
-from eyas.cli._options import DATA, HUB, MACHINE, MODEL, VERBOSE, metavar, option_group
+from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
 from eyas.errors import InputError, ModelError
 
@@ -26,22 +26,13 @@ __all__ = ["COMMANDS"]
 WHOLE = 1 << 30  # tokens: documents are not cut
 GROUP = "Heads"
 HELP = "Make a datastore for the method rest."
-EXAMPLES = (
-    (
-        "eyas datastore build --target MODEL --data chat.jsonl --output DATASTORE",
-        "a file of chats or of plain text",
-    ),
-    ('eyas generate --target MODEL --method rest --datastore DATASTORE "Why ..."', "draft from it"),
-    (
-        "eyas datastore build --target MODEL --data more.txt --output DATASTORE --append",
-        "a further segment",
-    ),
-    (
-        "eyas datastore build --target MODEL --output DATASTORE --merge",
-        "all segments into one: faster to look up",
-    ),
-    ("eyas datastore verify DATASTORE", "compare every checksum"),
-)
+EXAMPLES = """
+eyas datastore build --target MODEL --data chat.jsonl --output DATASTORE  # a file of chats or of plain text
+eyas generate --target MODEL --method rest --datastore DATASTORE "Why ..."  # draft from it
+eyas datastore build --target MODEL --data more.txt --output DATASTORE --append  # a further segment
+eyas datastore build --target MODEL --output DATASTORE --merge  # all segments into one: faster to look up
+eyas datastore verify DATASTORE  # compare every checksum
+"""
 NOTES = ("Whatever ends a build, the same command continues it; the old datastore stays usable until it is done.",)
 
 
@@ -49,21 +40,21 @@ NOTES = ("Whatever ends a build, the same command continues it; the old datastor
 class BuildOptions:
     """What the datastore is made from."""
 
-    data: Annotated[tuple[str, ...], DATA, metavar("FILE")] = ()
+    data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; may be given several times."""
-    output: Annotated[str, DATA, metavar("FOLDER")]
+    output: Annotated[str, "Data", "FOLDER"]
     """The folder of the datastore."""
-    append: Annotated[bool, DATA] = False
+    append: Annotated[bool, "Data"] = False
     """Add --data to the datastore, as further segments."""
-    merge: Annotated[bool, DATA] = False
+    merge: Annotated[bool, "Data"] = False
     """Sort everything together, in as few segments as --segment-tokens allows."""
-    target: Annotated[str | None, MODEL, HUB] = None
+    target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The model whose tokenizer is used. Default: the embedded model."""
-    tokenizer: Annotated[str | None, MODEL, HUB] = None
+    tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
-    trust_remote_code: Annotated[bool, MODEL] = False
+    trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the tokenizer."""
-    segment_tokens: Annotated[int, MACHINE, Parameter(validator=Number(gte=1, lt=2**32))] = 1 << 24
+    segment_tokens: Annotated[int, "Machine", Parameter(validator=Number(gte=1, lt=2**32))] = 1 << 24
     """Tokens that are sorted together, at about 60 bytes of memory each."""
     verbose: VERBOSE = False
 
@@ -107,8 +98,8 @@ def verify(folder: str, /) -> int:
 
     path = Path(folder).expanduser()
     manifest = Manifest.read(path)
-    with progress_bar("checking", manifest.bytes, "bytes") as advance:
-        manifest.check(path, lambda size: advance(size, ""))
+    with progress_bar("checking", manifest.bytes, "bytes") as bar:
+        manifest.check(path, bar.advance)
     note(f"{_contents(path, manifest)}; every checksum is right")
     return 0
 

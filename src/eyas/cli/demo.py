@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli._errors import Interrupted
 from eyas.cli._files import file_errors
 from eyas.cli._load import load, quiet
 from eyas.cli._options import (
-    MACHINE,
-    METHOD,
-    POSITIVE,
-    PROMPT,
     TREE,
     VERBOSE,
     DraftOptions,
     MethodOptions,
     TargetOptions,
-    metavar,
     option_group,
 )
 from eyas.cli._show import Painter, TimedStream
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
 
     from eyas.api import LLM, Result
     from eyas.core.target import Target
-
-__all__ = ["command"]
 
 
 class Prompt(NamedTuple):
@@ -72,25 +66,25 @@ GROWN_TREE = {
     "tree.depth": 2,
     "tree.branch": 1,
 }  # the fastest on these prompts, with kernels
-EXAMPLES = (
-    ("eyas demo", "the best method"),
-    ("eyas demo --method eagle1 --tree.choices chain-3", "another one"),
-    ("eyas demo --prompts mine.txt --max-new-tokens 128", "prompts of yours, one a line"),
-)
+EXAMPLES = """
+eyas demo  # the best method
+eyas demo --method eagle1 --tree.choices chain-3  # another one
+eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a line
+"""
 
 
 @option_group
 class DemoOptions:
     """What is shown."""
 
-    prompts: Annotated[str | None, PROMPT, metavar("FILE")] = None
+    prompts: Annotated[str | None, "Prompt", "FILE"] = None
     """Prompts of yours, one a line."""
-    max_new_tokens: Annotated[int, PROMPT, Parameter(validator=Number(gte=2)), metavar("N")] = 64
+    max_new_tokens: Annotated[int, "Prompt", Parameter(validator=Number(gte=2)), "N"] = 64
     """Tokens of each answer."""
-    method: Annotated[str | None, METHOD, metavar("NAME")] = None
+    method: Annotated[str | None, "Method", "NAME"] = None
     """The method to show: see `eyas methods`."""
     tree: TREE = None
-    threads: Annotated[int | None, MACHINE, POSITIVE, metavar("N")] = None
+    threads: Annotated[PositiveInt | None, "Machine", "N"] = None
     """CPU threads; default: as torch chooses."""
     verbose: VERBOSE = False
 

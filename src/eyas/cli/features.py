@@ -12,21 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli._data import read_data
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._load import load_target, need_tokenizer
-from eyas.cli._options import (
-    DATA,
-    MACHINE,
-    OUTPUT,
-    POSITIVE,
-    TargetOptions,
-    TrainMethodOptions,
-    metavar,
-    option_group,
-)
+from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import progress_bar
 from eyas.cli._workers import Workers, shards_done
 from eyas.errors import InputError, OptionError
@@ -36,23 +28,15 @@ if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.train.store import FeatureSettings, FeatureStore, Manifest
 
-__all__ = ["command"]
-
 GROUP = "Heads"
 LARGE_GIB = 10.0
-EXAMPLES = (
-    (
-        "eyas features --target MODEL --data chat.jsonl --output FEATURES",
-        "for eagle3, and so for eagle1 and eagle2",
-    ),
-    ("eyas train --target MODEL --features FEATURES --output HEAD", "instead of --data"),
-    ("eyas features ... --device cuda:0,cuda:1", "a process for each device"),
-    (
-        "eyas features ... --part 1/4",
-        "on the first of four machines that share a folder, or whose folders are put together",
-    ),
-    ("eyas features --output FEATURES --verify", "compare every checksum"),
-)
+EXAMPLES = """
+eyas features --target MODEL --data chat.jsonl --output FEATURES  # for eagle3, and so for eagle1 and eagle2
+eyas train --target MODEL --features FEATURES --output HEAD  # instead of --data
+eyas features ... --device cuda:0,cuda:1  # a process for each device
+eyas features ... --part 1/4  # on the first of four machines that share a folder, or whose folders are put together
+eyas features --output FEATURES --verify  # compare every checksum
+"""
 NOTES = ("Whatever ends it, whole shards stay and can be trained from; the same command makes the rest.",)
 AT_LEAST_3 = Parameter(validator=Number(gte=3))
 HIDDEN = Parameter(show=False)
@@ -62,31 +46,31 @@ HIDDEN = Parameter(show=False)
 class FeatureOptions:
     """What features are made of, and where they go."""
 
-    data: Annotated[tuple[str, ...], DATA, metavar("FILE")] = ()
+    data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; several files are mixed."""
-    output: Annotated[str, DATA, metavar("FOLDER")]
+    output: Annotated[str, "Data", "FOLDER"]
     """Where the features go."""
-    method: Annotated[str, DATA, metavar("NAME,...")] = "eagle3"
+    method: Annotated[str, "Data", "NAME,..."] = "eagle3"
     """Methods to be trained: the layers that they read are written."""
-    layers: Annotated[str | None, DATA, metavar("K,...")] = None
+    layers: Annotated[str | None, "Data", "K,..."] = None
     """These layers instead: hidden_states[k]; the number of layers means after the final norm."""
-    max_length: Annotated[int, DATA, AT_LEAST_3] = 2048
+    max_length: Annotated[int, "Data", AT_LEAST_3] = 2048
     """Tokens of an example."""
-    heldout: Annotated[float, DATA, Parameter(validator=Number(gte=0, lt=1))] = 0.05
+    heldout: Annotated[float, "Data", Parameter(validator=Number(gte=0, lt=1))] = 0.05
     """Share of the lines that is held out."""
-    store_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OUTPUT] = "bfloat16"
+    store_dtype: Annotated[Literal["bfloat16", "float16", "float32"], "Output"] = "bfloat16"
     """The type of features on disk."""
-    shard_mib: Annotated[float, OUTPUT, Parameter(validator=Number(gt=0))] = 512.0
+    shard_mib: Annotated[PositiveFloat, "Output"] = 512.0
     """Size of a file, and of the memory for it."""
-    yes: Annotated[bool, OUTPUT] = False
+    yes: Annotated[bool, "Output"] = False
     """Do not ask, whatever the size. Otherwise asks above 10 GiB."""
-    verify: Annotated[bool, OUTPUT] = False
+    verify: Annotated[bool, "Output"] = False
     """Only compare the checksums of what is in --output."""
-    batch_tokens: Annotated[int, MACHINE, AT_LEAST_3] = 8192
+    batch_tokens: Annotated[int, "Machine", AT_LEAST_3] = 8192
     """Tokens that the target reads at a time, padding included."""
-    workers: Annotated[int | None, MACHINE, POSITIVE, metavar("N")] = None
+    workers: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Processes, each with the target. Default: one a device."""
-    part: Annotated[str, MACHINE, metavar("K/N")] = "1/1"
+    part: Annotated[str, "Machine", "K/N"] = "1/1"
     """Make every N-th shard only, from the K-th on."""
     only: Annotated[str | None, HIDDEN] = None
     """Shards of a worker process."""
@@ -258,10 +242,10 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
     from eyas.train.features import write_features
 
     total = sum(store.manifest.shards[i].tokens for i in todo)
-    with progress_bar("features", total, "tokens", hidden=bool(job.only)) as advance:
+    with progress_bar("features", total, "tokens", hidden=bool(job.only)) as bar:
 
         def on_batch(tokens: int) -> None:
-            advance(tokens, "")
+            bar.advance(tokens)
             if job.of not in (None, os.getppid()):
                 raise Interrupted("the process that began this one is gone")
 
@@ -278,8 +262,8 @@ def _report(store: FeatureStore) -> None:
 
 def _verify(store: FeatureStore) -> int:
     total = sum(shard.bytes for shard in store.manifest.shards)
-    with progress_bar("features", total, "bytes") as advance:
-        problems = store.verify(lambda size: advance(size, ""))
+    with progress_bar("features", total, "bytes") as bar:
+        problems = store.verify(bar.advance)
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise InputError("; also ".join(problems[:3]) + more)

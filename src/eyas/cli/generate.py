@@ -8,24 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts.types import PositiveInt
+
 from eyas.cli._errors import Interrupted, UsageError, note, problem
 from eyas.cli._files import InvalidLine, Results, Task, differences, read_tasks, refuse
 from eyas.cli._load import load, note_no_head, record, sampling_of
 from eyas.cli._options import (
     AS_JSON,
-    MACHINE,
-    OUTPUT,
-    POSITIVE,
-    PROMPT,
-    SAMPLING,
     STDIN,
+    AnswerOptions,
     DraftOptions,
-    LengthOptions,
     MethodOptions,
-    SamplingOptions,
     TargetOptions,
-    TemperatureOptions,
-    metavar,
     option_group,
 )
 from eyas.cli._show import TimedStream, progress_bar, summary
@@ -34,18 +28,13 @@ from eyas.errors import EyasError, InputError
 if TYPE_CHECKING:
     from eyas.api import LLM
 
-__all__ = ["command"]
-
 GROUP = "Answers"
-EXAMPLES = (
-    ('eyas generate "Tell me a story."', "the embedded model"),
-    ("eyas generate --target MODEL --draft HEAD --temperature 0.7 -", "the prompt from stdin"),
-    (
-        "eyas generate --input prompts.jsonl --output results.jsonl",
-        "many; run it again to continue after an interrupt",
-    ),
-    ("eyas generate --target MODEL --prompt-ids 1,15043 --json", "no tokenizer needed"),
-)
+EXAMPLES = """
+eyas generate "Tell me a story."  # the embedded model
+eyas generate --target MODEL --draft HEAD --temperature 0.7 -  # the prompt from stdin
+eyas generate --input prompts.jsonl --output results.jsonl  # many; run it again to continue after an interrupt
+eyas generate --target MODEL --prompt-ids 1,15043 --json  # no tokenizer needed
+"""
 NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id".',
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
@@ -57,31 +46,29 @@ UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
 class InputOptions:
     """What is answered, and where the answers go."""
 
-    prompt_ids: Annotated[str | None, PROMPT, metavar("1,2,3")] = None
+    prompt_ids: Annotated[str | None, "Prompt", "1,2,3"] = None
     """Token ids instead of text."""
-    system: Annotated[str | None, PROMPT, metavar("TEXT")] = None
+    system: Annotated[str | None, "Prompt", "TEXT"] = None
     """A system message."""
-    raw: Annotated[bool, PROMPT] = False
+    raw: Annotated[bool, "Prompt"] = False
     """Take the prompt as it is, without the chat template."""
-    input: Annotated[str | None, PROMPT, metavar("FILE.jsonl")] = None
+    input: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Many prompts, one a line; - reads stdin."""
-    output: Annotated[str | None, OUTPUT, metavar("FILE.jsonl")] = None
+    output: Annotated[str | None, "Output", "FILE.jsonl"] = None
     """Where their results go, one a line; default: stdout."""
     as_json: AS_JSON = False
-    ignore_eos: Annotated[bool, SAMPLING] = False
+    ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
-    batch_size: Annotated[int | None, MACHINE, POSITIVE, metavar("N")] = None
+    batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Prompts of --input that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
 
 
 def command(
-    prompt: Annotated[str | None, PROMPT] = None,
+    prompt: Annotated[str | None, "Prompt"] = None,
     /,
     *,
     inputs: InputOptions,
-    length: LengthOptions,
-    temperature: TemperatureOptions,
-    sampling: SamplingOptions,
+    sampling: AnswerOptions,
     model: TargetOptions,
     draft: DraftOptions,
     options: MethodOptions,
@@ -95,7 +82,7 @@ def command(
     """
     _check(prompt, inputs)
     keywords = {
-        **sampling_of(length, temperature, sampling),
+        **sampling_of(sampling),
         "ignore_eos": inputs.ignore_eos,
         "system": inputs.system,
         "raw": inputs.raw,
@@ -241,7 +228,7 @@ class _FileRun:
         valid = list(self._valid(tasks))
         keywords = {name: value for name, value in self.keywords.items() if name not in ("system", "raw")}
         prompts = [token_ids for _, token_ids in valid]
-        with progress_bar("generating", len(valid)) as advance:
+        with progress_bar("generating", len(valid)) as bar:
             for i, result in self.llm.generate_each(prompts, batch_size=self.inputs.batch_size, **keywords):
                 task = valid[i][0]
                 made = {"prompt_sha256": task.prompt_hash, "settings": self.keywords} if self.results.path else {}
@@ -250,7 +237,7 @@ class _FileRun:
                 self.tokens += len(result.token_ids)
                 self.emitted += result.stats.tokens
                 self.cycles += result.stats.cycles
-                advance(1, f"tau {self.tau:.2f}")
+                bar.show(self.written, f"tau {self.tau:.2f}")
 
     def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, tuple[int, ...]]]:
         """The tasks that can be answered, with their token ids; a line that cannot is reported."""

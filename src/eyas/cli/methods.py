@@ -7,24 +7,17 @@ import shutil
 import textwrap
 from typing import Annotated, Any
 
-from eyas.cli._options import AS_JSON, METHOD
-
-__all__ = ["command"]
+from eyas.cli._options import AS_JSON
 
 GROUP = "Information"
 OWN_METHOD = "A method of your own: --method mypackage.mymodule, a module that defines Method, a subclass of eyas.drafters.Drafter."
-EXAMPLES = (
-    ("eyas methods", "all of them, with their options"),
-    ("eyas methods eagle3", "one of them: what each option is for"),
-)
+EXAMPLES = """
+eyas methods  # all of them, with their options
+eyas methods eagle3  # one of them: what each option is for
+"""
 
 
-def command(
-    name: Annotated[str | None, METHOD] = None,
-    /,
-    *,
-    as_json: AS_JSON = False,
-) -> None:
+def command(name: Annotated[str | None, "Method"] = None, /, *, as_json: AS_JSON = False) -> None:
     """List the methods, with their options.
 
     Parameters

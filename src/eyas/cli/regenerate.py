@@ -10,22 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts.types import PositiveInt
+
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._files import Results, differences, refuse
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
 from eyas.cli._options import (
     AS_JSON,
-    DATA,
-    MACHINE,
-    OUTPUT,
-    POSITIVE,
-    SAMPLING,
     DraftOptions,
+    DrawOptions,
     MethodOptions,
-    SamplingOptions,
     TargetOptions,
-    TemperatureOptions,
-    metavar,
     option_group,
 )
 from eyas.cli._show import progress_bar
@@ -35,23 +30,15 @@ if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.train.regenerate import Conversation, DataLine, Regenerated, Skipped
 
-__all__ = ["command"]
-
 GROUP = "Heads"
 SHOWN_PROBLEMS = 20
 ROWS = {"cpu": 8}  # elsewhere 16
-EXAMPLES = (
-    (
-        "eyas regenerate --target MODEL --data chat.jsonl --output own.jsonl",
-        "every turn of the assistant's, greedily",
-    ),
-    ("eyas regenerate ... --draft HEAD --rows 32", "faster, with a head that is there already"),
-    (
-        "eyas regenerate ... --temperature 0.7 --top-p 0.9 --seed 1",
-        "sampled; each reply has a seed of its own",
-    ),
-    ("eyas train --target MODEL --data own.jsonl --output HEAD", "what it is for"),
-)
+EXAMPLES = """
+eyas regenerate --target MODEL --data chat.jsonl --output own.jsonl  # every turn of the assistant's, greedily
+eyas regenerate ... --draft HEAD --rows 32  # faster, with a head that is there already
+eyas regenerate ... --temperature 0.7 --top-p 0.9 --seed 1  # sampled; each reply has a seed of its own
+eyas train --target MODEL --data own.jsonl --output HEAD  # what it is for
+"""
 NOTES = (
     'Lines of --data: {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}.',
     'Lines of --output: {"messages": [...]}, their source, how each reply ended; what is there is not done again.',
@@ -63,34 +50,33 @@ UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
 class RegenerateOptions:
     """What is answered, and where the conversations go."""
 
-    data: Annotated[tuple[str, ...], DATA, metavar("FILE")]
+    data: Annotated[tuple[str, ...], "Data", "FILE"]
     """Chats (JSONL), .gz too; several files are mixed."""
-    last_only: Annotated[bool, DATA] = False
+    last_only: Annotated[bool, "Data"] = False
     """Answer the last turn only; the turns before it stay as they are."""
-    limit: Annotated[int | None, DATA, POSITIVE, metavar("N")] = None
+    limit: Annotated[PositiveInt | None, "Data", "N"] = None
     """Only the first N conversations."""
-    output: Annotated[str, OUTPUT, metavar("FILE.jsonl")]
+    output: Annotated[str, "Output", "FILE.jsonl"]
     """Where the conversations go, one a line."""
-    drop_cut: Annotated[bool, OUTPUT] = False
+    drop_cut: Annotated[bool, "Output"] = False
     """Leave out replies that --max-new-tokens cut, and what follows them. Default: mark them."""
     as_json: AS_JSON = False
-    max_new_tokens: Annotated[int, SAMPLING, POSITIVE, metavar("N")] = 1024
+    max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 1024
     """Tokens of a reply; a longer one is cut."""
-    rows: Annotated[int | None, MACHINE, POSITIVE, metavar("N")] = None
+    rows: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Conversations at a time. Default: 8 on a CPU, 16 elsewhere."""
 
 
 def command(
     *,
     job: RegenerateOptions,
-    temperature: TemperatureOptions,
-    sampling: SamplingOptions,
+    sampling: DrawOptions,
     model: TargetOptions,
     draft: DraftOptions,
     options: MethodOptions,
 ) -> None:
     """Let the target answer the data's questions itself."""
-    keywords = sampling_of(temperature, sampling)
+    keywords = sampling_of(sampling)
     _check(job)
     with ExitStack() as files:
         results = files.enter_context(Results(job.output, ("key",), "messages"))
@@ -197,18 +183,12 @@ class _Run:
         rows = self.job.rows or ROWS.get(self.llm.target.device.type, 16)
         counts = self.counts
         try:
-            with progress_bar("answering", len(todo)) as advance:
+            with progress_bar("answering", len(todo)) as bar:
                 counts.began = time.monotonic()
-                shown = 0
 
                 def on_step(tokens: int) -> None:
-                    nonlocal shown
                     counts.tokens += tokens
-                    advance(
-                        counts.done - shown,
-                        f"{counts.tokens_per_second:,.0f} tokens/s, tau {counts.tau:.2f}",
-                    )
-                    shown = counts.done
+                    bar.show(counts.done, f"{counts.tokens_per_second:,.0f} tokens/s, tau {counts.tau:.2f}")
 
                 answers = regenerate(
                     self.llm.drafter,

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from eyas.cli._data import check_layers, check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import check_exact, load_target, quiet
-from eyas.cli._options import (
-    DATA,
-    HUB,
-    METHOD,
-    MODEL,
-    TargetOptions,
-    TrainingOptions,
-    TrainMethodOptions,
-    metavar,
-    option_group,
-)
+from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
 from eyas.errors import EyasError, OptionError
 
 if TYPE_CHECKING:
@@ -35,21 +25,16 @@ if TYPE_CHECKING:
     from eyas.train.data import Data
     from eyas.train.loop import TrainResult
 
-__all__ = ["command"]
-
 GROUP = "Heads"
 # What one process finds wrong the first one mostly finds too, and reports; torchrun then ends the others.
 GRACE_SECONDS = 3.0
-EXAMPLES = (
-    ("eyas train --target MODEL --data chat.jsonl --output HEAD", "one epoch of eagle3"),
-    (
-        "eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4",
-        "several files, longer",
-    ),
-    ("eyas train ... --features FEATURES", "what `eyas features` wrote, instead of --data"),
-    ("torchrun --nproc-per-node 4 -m eyas train ... --accumulation 4", "on four GPUs"),
-    ("eyas generate --target MODEL --draft HEAD 'Why ...'", "what it is for"),
-)
+EXAMPLES = """
+eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
+eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4  # several files, longer
+eyas train ... --features FEATURES  # what `eyas features` wrote, instead of --data
+torchrun --nproc-per-node 4 -m eyas train ... --accumulation 4  # on four GPUs
+eyas generate --target MODEL --draft HEAD 'Why ...'  # what it is for
+"""
 NOTES = (
     'Data: {"messages": [...]} or {"conversations": [...]} a line; anything but .json, .jsonl and .ndjson is plain text.',
     "The best data is what the target itself would say: its own answers, on prompts like yours.",
@@ -60,17 +45,17 @@ NOTES = (
 class HeadOptions:
     """The data, and the head that is trained."""
 
-    data: Annotated[tuple[str, ...], DATA, metavar("FILE")] = ()
+    data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; several files are mixed."""
-    features: Annotated[str | None, DATA, metavar("FOLDER")] = None
+    features: Annotated[str | None, "Data", "FOLDER"] = None
     """What `eyas features` wrote, instead of --data."""
-    output: Annotated[str, DATA, metavar("FOLDER")]
+    output: Annotated[str, "Data", "FOLDER"]
     """Where the head goes, and the state from which a run goes on."""
-    restart: Annotated[bool, DATA] = False
+    restart: Annotated[bool, "Data"] = False
     """Forget the state in --output and begin anew."""
-    method: Annotated[str, METHOD, metavar("NAME")] = "eagle3"
+    method: Annotated[str, "Method", "NAME"] = "eagle3"
     """The method that the head is for: see `eyas methods`."""
-    init: Annotated[str | None, MODEL, HUB] = None
+    init: Annotated[str | None, "Model", "PATH|HUB"] = None
     """Begin with this head instead of a new one; it keeps its draft vocabulary."""
 
 

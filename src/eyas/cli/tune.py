@@ -12,14 +12,9 @@ from eyas.cli._load import load
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
-    HUB,
-    MACHINE,
-    METHOD,
-    MODEL,
     DraftOptions,
     MethodOptions,
     TargetOptions,
-    metavar,
     option_group,
 )
 from eyas.errors import OptionError
@@ -29,14 +24,12 @@ if TYPE_CHECKING:
     from eyas.adaptive.goodput import Plan
     from eyas.api import LLM
 
-__all__ = ["command"]
-
 GROUP = "Information"
-EXAMPLES = (
-    ("eyas tune", "the embedded model"),
-    ("eyas tune --target MODEL --draft HEAD", "your model with its head"),
-    ("eyas tune --force", "measure again, as the machine was busy or has changed"),
-)
+EXAMPLES = """
+eyas tune  # the embedded model
+eyas tune --target MODEL --draft HEAD  # your model with its head
+eyas tune --force  # measure again, as the machine was busy or has changed
+"""
 NOTES = (
     "Costs are measured when they are first needed, and kept in $XDG_CACHE_HOME/eyas or ~/.cache/eyas.",
     "The expected tokens are a guess, as nothing was drafted yet; --tree auto corrects it while it decodes.",
@@ -47,12 +40,12 @@ NOTES = (
 class TuneOptions:
     """What is measured."""
 
-    draft: Annotated[str | None, MODEL, HUB] = None
+    draft: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The draft head: a folder or a hub id."""
-    method: Annotated[str | None, METHOD, metavar("NAME")] = None
+    method: Annotated[str | None, "Method", "NAME"] = None
     """A method that grows its trees. Default: the best for the head."""
     draft_weights: DRAFT_WEIGHTS = "exact"
-    force: Annotated[bool, MACHINE] = False
+    force: Annotated[bool, "Machine"] = False
     """Measure again what was measured before."""
     as_json: AS_JSON = False
 

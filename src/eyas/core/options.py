@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options"]
+from eyas.errors import OptionError
+
+__all__ = ["NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options", "parse_option", "plain_type"]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
@@ -51,6 +54,29 @@ def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
         annotation, *marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
         use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
         yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use)
+
+
+def plain_type(annotation: Any) -> Any:
+    """int, float, bool, a Literal, tuple (of numbers), or str: how the text of a value is read."""
+    if get_origin(annotation) in (Union, UnionType):
+        return plain_type(next(part for part in get_args(annotation) if part is not type(None)))
+    if get_origin(annotation) is tuple:
+        return tuple
+    return annotation if annotation in (int, float, bool) or get_origin(annotation) is Literal else str
+
+
+def parse_option(option: Option, text: str) -> Any:
+    """The value of an option from its text, `N,N` for several numbers. OptionError when it has none."""
+    kind = plain_type(option.annotation)
+    try:
+        if kind is tuple:
+            return tuple(float(part) for part in text.split(","))
+        if kind is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+        return kind(text) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        expected = "list of numbers separated by commas" if kind is tuple else f"value of type {kind.__name__}"
+        raise OptionError(f"{option.name}: {text!r} is no {expected}") from None
 
 
 def field_docstrings(kind: type) -> dict[str, str]:

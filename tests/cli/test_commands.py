@@ -274,9 +274,9 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     assert [name for name, _ in texts] == ["plain decoding", "eagle2"] * 2
     assert texts[0][1] == texts[1][1]
     for name in ("plain", "eagle2", "transformers"):
-        row = next(line for line in result.stdout.splitlines() if re.match(rf"│ {name} ", line))
-        assert re.search(r"\d+\.\d+ │", row)
-    assert result.stdout.count(" yes ") == 2
+        row = next(line for line in result.stdout.splitlines() if re.match(rf" *{name}  ", line))
+        assert re.search(r" \d+\.\d+ ", row)
+    assert len(re.findall(r" yes *$", result.stdout, re.MULTILINE)) == 2
     assert re.search(r"nodes 7, depth 4, branch \d", result.stdout), "what the user chose goes over the demo's own tree"
 
 

@@ -78,7 +78,7 @@ def test_an_interrupt_that_a_library_swallows(monkeypatch: pytest.MonkeyPatch, r
         except KeyboardInterrupt:
             raise ImportError("numpy is broken") from None
 
-    monkeypatch.setattr(doctor, "_cpu", broken)
+    monkeypatch.setattr(doctor, "_machine", broken)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = run("doctor")

@@ -8,7 +8,8 @@ must give the same tokens; a difference is reported.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -28,16 +29,14 @@ from eyas.cli._options import (
     TargetOptions,
     option_group,
 )
-from eyas.cli._show import Painter, TimedStream
+from eyas.cli._show import Painter, TimedStream, print_table
 from eyas.errors import FitError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
-    from rich.table import Table
 
     from eyas.api import LLM, Result
-    from eyas.core.target import Target
 
 
 class Prompt(NamedTuple):
@@ -61,11 +60,7 @@ GROUP = "Answers"
 WARM_UP_TOKENS = 8
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
-GROWN_TREE = {
-    "tree.nodes": 3,
-    "tree.depth": 2,
-    "tree.branch": 1,
-}  # the fastest on these prompts, with kernels
+GROWN_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on these prompts, with kernels
 EXAMPLES = """
 eyas demo  # the best method
 eyas demo --method eagle1 --tree.choices chain-3  # another one
@@ -156,11 +151,13 @@ class Demo:
     def __init__(self, best: LLM, max_new_tokens: int, console: Console) -> None:
         from eyas import drafters
         from eyas.api import LLM
+        from eyas.bench.contestants import Transformers
 
         self.best = best
         self.max_new_tokens = max_new_tokens
         self.console = console
         self.plain = LLM(best.target, drafters.find("vanilla").load(None, best.target), best.tokenizer)
+        self.transformers = Transformers(best.target)
 
     def warm_up(self, prompt: Prompt) -> None:
         """First runs allocate and tune; they are not measured."""
@@ -168,84 +165,64 @@ class Demo:
 
         for llm in (self.plain, self.best):
             llm.generate(prompt.text, raw=prompt.raw, max_new_tokens=WARM_UP_TOKENS)
-        self._generate(self._token_ids(prompt), WARM_UP_TOKENS)
+        self._generate(self.best.ids(prompt.text, raw=prompt.raw), WARM_UP_TOKENS)
         self.before = snapshot()
 
     def round(self, prompt: Prompt, place: str) -> Round:
-        token_ids = self._token_ids(prompt)
-        context = self.best.target.context
-        if context - len(token_ids) < 2:
-            raise FitError(f"a prompt fills the context of {context} tokens: shorten it")
-        length = min(self.max_new_tokens, context - len(token_ids))
+        token_ids = self.best.ids(prompt.text, raw=prompt.raw)
+        room = self.best.target.context - len(token_ids)
+        if room < 2:
+            raise FitError(f"a prompt fills the context of {self.best.target.context} tokens: shorten it")
+        length = min(self.max_new_tokens, room)
         lanes = [Lane(llm, prompt, length) for llm in (self.plain, self.best)]
         self.console.print(f"\n[bold]{place}[/]  ", end="")
         self.console.print(prompt.text, markup=False, style="bold")
-        if self.console.is_terminal:
-            self._race_live(lanes)
-        else:
-            self._race_silently(lanes)
+        self._race(lanes)
         generate_ids, generate_seconds = self._generate(token_ids, length)
         plain, best = (lane.stream.result() for lane in lanes)
-        difference = self._difference(token_ids, plain, best, generate_ids)
-        return Round(plain, best, generate_ids, generate_seconds, difference)
+        other = {self.best.method: best.token_ids, "transformers' generate": generate_ids}
+        differences = [self._difference(name, ids, plain.token_ids, token_ids) for name, ids in other.items()]
+        return Round(plain, best, generate_ids, generate_seconds, "; ".join(filter(None, differences)))
 
-    def _race_live(self, lanes: Sequence[Lane]) -> None:
+    def _race(self, lanes: Sequence[Lane]) -> None:
+        """A cycle of the lane whose clock is behind, again and again; live on a terminal."""
+        from rich.columns import Columns
         from rich.live import Live
-        from rich.table import Table
 
-        def frame() -> Table:
-            grid = Table.grid(expand=True, padding=(0, 1))
-            grid.add_column(ratio=1)
-            grid.add_column(ratio=1)
-            grid.add_row(*(lane.panel() for lane in lanes))
-            return grid
+        def frame() -> Columns:
+            return Columns([lane.panel() for lane in lanes], width=self.console.width // 2 - 1)
 
         # no thread of its own: it would take time from the two sides
-        with Live(frame(), console=self.console, auto_refresh=False) as live:
+        with Live(console=self.console, auto_refresh=False) if self.console.is_terminal else nullcontext() as live:
             shown = time.perf_counter()
-            for _ in _race(lanes):
-                if time.perf_counter() - shown > FRAME_SECONDS:
+            while running := [lane for lane in lanes if lane.running]:
+                min(running, key=lambda lane: lane.stream.seconds).advance()
+                if live and (time.perf_counter() - shown > FRAME_SECONDS or not any(lane.running for lane in lanes)):
                     live.update(frame(), refresh=True)
                     shown = time.perf_counter()
-            live.update(frame(), refresh=True)
-
-    def _race_silently(self, lanes: Sequence[Lane]) -> None:
-        for _ in _race(lanes):
-            pass
-        for lane in lanes:
+        for lane in () if live else lanes:
             text = f"{lane.name}, {lane.figures()}: {lane.stream.result().text.strip()}"
             self.console.print(text, markup=False, soft_wrap=True)
 
-    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return self.best.ids(prompt.text, raw=prompt.raw)
-
     def _generate(self, token_ids: Sequence[int], length: int) -> tuple[tuple[int, ...], float]:
         """`model.generate` on the very same model: (new ids, seconds)."""
-        import torch
+        from eyas.bench.contestants import Question
+        from eyas.core.engine import Request
 
-        model: Any = self.best.target.model
-        ids_1T = torch.tensor([list(token_ids)], device=self.best.target.device)
-        with quiet(), torch.inference_mode():
-            began = time.perf_counter()
-            output = model.generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                max_new_tokens=length,
-                do_sample=False,
-            )
-            seconds = time.perf_counter() - began
-        return tuple(output[0, len(token_ids) :].tolist()), seconds
+        with quiet():
+            answer = self.transformers.answer(Question("", "", 0, Request(tuple(token_ids), length, eos=self.best.eos)))
+        return answer.token_ids, answer.seconds
 
-    def _difference(self, token_ids: Sequence[int], plain: Result, best: Result, generate_ids: tuple[int, ...]) -> str:
-        lines = []
-        for name, ids in (
-            (self.best.method, best.token_ids),
-            ("transformers' generate", generate_ids),
-        ):
-            if ids != plain.token_ids:
-                place, margin = _margin(self.best.target, token_ids, plain.token_ids, ids)
-                lines.append(f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {margin:.1e} apart")
-        return "; ".join(lines)
+    def _difference(self, name: str, ids: Sequence[int], plain_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
+        """How an answer differs from plain decoding's; empty when it does not."""
+        from eyas.core.engine import Request
+        from eyas.metrics import first_difference, margin
+
+        place = first_difference(plain_ids, ids)
+        if place is None:
+            return ""
+        apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain_ids[:place]) or 0.0
+        return f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {apart:.1e} apart"
 
     def report(self, rounds: Sequence[Round], left_out: int = 0) -> None:
         """Print the table of this run's numbers, and what limits them."""
@@ -257,8 +234,7 @@ class Demo:
             return
         load_of_others = busy(used(self.before), torch.get_num_threads())
         method, target = self.best.method, self.best.target
-        self.console.print()
-        self.console.print(_table(rounds, method))
+        _print_table(rounds, method)
         tree = ", ".join(f"{name} {value}" for name, value in self.best.drafter.describe().items() if name != "kind")
         setup = f"{method}{f' with tree {tree}' if tree else ''}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
@@ -279,7 +255,7 @@ class Lane:
         self.name = "plain decoding" if llm.method == "vanilla" else llm.method
         self.stream = TimedStream(llm.stream(prompt.text, raw=prompt.raw, max_new_tokens=length))
         self.painter = Painter(llm)
-        self.spans: list[tuple[str, bool]] = []
+        self.spans: list[tuple[str, str]] = []  # text and style
         self.running = True
 
     def advance(self) -> None:
@@ -287,7 +263,7 @@ class Lane:
         piece = next(self.stream, None)
         self.running = piece is not None and piece.finish_reason is None
         if piece is not None:
-            self.spans += self.painter.split(piece)
+            self.spans += [(text, "green" if drafted else "") for text, drafted in self.painter.split(piece)]
 
     def figures(self) -> str:
         result = self.stream.result()
@@ -297,78 +273,31 @@ class Lane:
         from rich.panel import Panel
         from rich.text import Text
 
-        text = Text()
-        for span, drafted in self.spans:
-            text.append(span, style="green" if drafted else "")
-        result = self.stream.result()
-        figures = f"{len(result.token_ids)} tokens, {_rate([result]):.0f}/s, tau {result.stats.tau:.2f}"
         style = "dim" if self.running else "green"
-        # two lines, so that nothing is cut off where a panel has half of 80 columns
-        return Panel(
-            text,
-            title=self.name,
-            subtitle=figures,
-            title_align="left",
-            subtitle_align="left",
-            border_style=style,
-        )
+        figures = self.figures().replace(" tokens/s", "/s")  # fits a panel of half of 80 columns
+        title = Text(self.name)
+        return Panel(Text.assemble(*self.spans), title=title, subtitle=figures, title_align="left", border_style=style)
 
 
-def _race(lanes: Sequence[Lane]) -> Iterator[None]:
-    """One cycle of the side whose clock is behind, again and again."""
-    while running := [lane for lane in lanes if lane.running]:
-        min(running, key=lambda lane: lane.stream.seconds).advance()
-        yield
-
-
-def _margin(target: Target, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, float]:
-    """(index of the first difference, distance of the two best logits there)."""
-    from eyas.core.engine import Request
-    from eyas.metrics import first_difference, margin
-
-    place = first_difference(one, other) or 0
-    return place, margin(target, Request(tuple(prompt), 1), one[:place]) or 0.0
-
-
-def _table(rounds: Sequence[Round], method: str) -> Table:
+def _print_table(rounds: Sequence[Round], method: str) -> None:
     """One row for each of the three, all prompts together."""
-    from rich.table import Table
-
-    plain, best = [r.plain for r in rounds], [r.best for r in rounds]
-    tokens = {
-        "plain": _tokens(plain),
-        method: _tokens(best),
-        "transformers": sum(len(r.generate_ids) for r in rounds),
-    }
-    speeds = {
-        "plain": _rate(plain),
-        method: _rate(best),
-        "transformers": tokens["transformers"] / sum(r.generate_seconds for r in rounds),
-    }
+    sides = {"plain": [r.plain for r in rounds], method: [r.best for r in rounds]}
+    tokens = {name: _tokens(results) for name, results in sides.items()}
+    speeds = {name: _rate(results) for name, results in sides.items()}
+    taus = {name: f"{_tau(results):.2f}" for name, results in sides.items()}
+    tokens["transformers"] = sum(len(r.generate_ids) for r in rounds)
+    speeds["transformers"] = tokens["transformers"] / sum(r.generate_seconds for r in rounds)
     equal = {
         method: sum(r.best.token_ids == r.plain.token_ids for r in rounds),
         "transformers": sum(r.generate_ids == r.plain.token_ids for r in rounds),
     }
-    taus = {"plain": f"{_tau(plain):.2f}", method: f"{_tau(best):.2f}", "transformers": "-"}
-    title = f"This run, {len(rounds)} prompt{'s' * (len(rounds) != 1)}"
-    table = Table(title=title, title_justify="left")
-    for header in (
-        "",
-        "tokens",
-        "tokens/s",
-        "tau",
-        "vs plain",
-        "vs trans-\nformers",
-        "equal\ntexts",
-    ):
-        table.add_column(header, justify="right" if header else "left")
+    rows = []
     for name, speed in speeds.items():
         ratios = [f"{speed / speeds[reference]:.2f}x" for reference in ("plain", "transformers")]
-        all_equal = equal.get(name) == len(rounds)
-        texts = "-" if name not in equal else "[green]yes[/]" if all_equal else f"[red]{equal[name]} of {len(rounds)}[/]"
-        style = "bold" if name == method else ""
-        table.add_row(name, str(tokens[name]), f"{speed:.1f}", taus[name], *ratios, texts, style=style)
-    return table
+        texts = "-" if name not in equal else "yes" if equal[name] == len(rounds) else f"{equal[name]} of {len(rounds)}"
+        rows.append((name, str(tokens[name]), f"{speed:.1f}", taus.get(name, "-"), *ratios, texts))
+    heads = ("", "tokens", "tokens/s", "tau", "vs plain", "vs transformers", "equal texts")
+    print_table(heads, rows, f"This run, {len(rounds)} prompt{'s' * (len(rounds) != 1)}", bold=1)
 
 
 def _tokens(results: Sequence[Result]) -> int:

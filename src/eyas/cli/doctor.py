@@ -38,8 +38,7 @@ class Finding(NamedTuple):
 
 def command(*, as_json: AS_JSON = False) -> int:
     """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
-    machine = {"cpu": _cpu(), "gpus": _gpus(), "memory": _memory()}
-    fast_paths = _fast_paths()
+    machine, fast_paths = _machine(), _fast_paths()
     findings = [*_requirements(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
     if as_json:
@@ -56,12 +55,9 @@ def _described(machine: dict[str, Any], fast_paths: dict[str, str]) -> Iterator[
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
+    processor = f"{cpu['name']}, {cpu['usable_cores']} cores usable, {cpu['threads']} threads; {flags}"
     yield Finding("versions", None, ", ".join(f"{name} {number}" for name, number in versions().items()))
-    yield Finding(
-        "cpu",
-        None,
-        f"{cpu['name']}, {cpu['usable_cores']} cores usable, {cpu['threads']} threads; {flags}",
-    )
+    yield Finding("cpu", None, processor)
     yield Finding("memory", None, f"{memory['free_gb']:.1f} of {memory['total_gb']:.1f} GB free")
     yield Finding("gpu", None, "; ".join(gpus) or "none: everything runs on the CPU")
     for name, state in fast_paths.items():
@@ -78,39 +74,25 @@ def _print(findings: list[Finding], broken: int) -> None:
     console.print(f"[red]{broken} broken[/]" if broken else "[green]all is well[/]")
 
 
-# --- the machine --------------------------------------------------------------------------------
-
-
-def _cpu() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
+    import psutil
     import torch
 
     from eyas import hardware
-    from eyas.bench import machine
+    from eyas.bench.machine import cores
 
-    flags = set(hardware.cpu().get("flags", "").split())
-    return {
-        "name": hardware.cpu_name(),
-        "usable_cores": len(machine.cores()),
-        "threads": torch.get_num_threads(),
-        "flags": [name for flag, name in CPU_FLAGS.items() if flag in flags],
-    }
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch
-
+    known = set(hardware.cpu().get("flags", "").split())
+    cpu = {"name": hardware.cpu_name(), "usable_cores": len(cores()), "threads": torch.get_num_threads()}
+    memory = psutil.virtual_memory()
     gpus = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(i)
         gpus.append({"name": torch.cuda.get_device_name(i), "free_gb": free / 1e9, "total_gb": total / 1e9})
-    return gpus
-
-
-def _memory() -> dict[str, float]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return {"free_gb": memory.available / 1e9, "total_gb": memory.total / 1e9}
+    return {
+        "cpu": {**cpu, "flags": [name for flag, name in CPU_FLAGS.items() if flag in known]},
+        "gpus": gpus,
+        "memory": {"free_gb": memory.available / 1e9, "total_gb": memory.total / 1e9},
+    }
 
 
 def _fast_paths() -> dict[str, str]:
@@ -134,13 +116,8 @@ def _requirements() -> list[Finding]:
     try:
         needed = [Requirement(line) for line in requires("eyas") or []]
     except PackageNotFoundError:
-        return [
-            Finding(
-                "packages",
-                None,
-                "eyas is not installed but run from its sources: versions are not checked",
-            )
-        ]
+        from_sources = "eyas is not installed but run from its sources: versions are not checked"
+        return [Finding("packages", None, from_sources)]
     faults = []
     for need in needed:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
@@ -178,19 +155,13 @@ def _intact(folder: Path) -> Finding:
         expected = json.loads((folder / CHECKSUMS).read_text())
         actual = digests(folder)
     except (OSError, ValueError, RecursionError) as error:
-        return Finding(
-            "embedded",
-            False,
-            f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again",
-        )
+        unread = f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again"
+        return Finding("embedded", False, unread)
     other = [name for name, digest in expected.items() if actual.get(name) != digest]
     if other:
         return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas again")
-    return Finding(
-        "embedded",
-        True,
-        f"{len(expected)} files of the embedded model and its heads are as they were shipped",
-    )
+    shipped = f"{len(expected)} files of the embedded model and its heads are as they were shipped"
+    return Finding("embedded", True, shipped)
 
 
 def _self_test() -> list[Finding]:
@@ -209,12 +180,6 @@ def _self_test() -> list[Finding]:
     answers = [llm.generate("Hello!", max_new_tokens=SELF_TEST_TOKENS, ignore_eos=True) for llm in (plain, best)]
     equal, tau = answers[0].token_ids == answers[1].token_ids, answers[1].stats.tau
     verdict = "generate the same" if equal else "differ in"
-    logits = "equal" if exact else "differ from"
-    return [
-        Finding("self-test", exact, f"the logits that drafts are verified with {logits} the model's own"),
-        Finding(
-            "self-test",
-            equal,
-            f"plain decoding and {best.method} {verdict} {SELF_TEST_TOKENS} tokens (tau {tau:.2f})",
-        ),
-    ]
+    answered = f"plain decoding and {best.method} {verdict} {SELF_TEST_TOKENS} tokens (tau {tau:.2f})"
+    logits = f"the logits that drafts are verified with {'equal' if exact else 'differ from'} the model's own"
+    return [Finding("self-test", exact, logits), Finding("self-test", equal, answered)]

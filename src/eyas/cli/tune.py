@@ -17,6 +17,7 @@ from eyas.cli._options import (
     TargetOptions,
     option_group,
 )
+from eyas.cli._show import print_table
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
@@ -65,17 +66,10 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
     chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
     if job.as_json:
-        tree = {
-            **chosen.shape._asdict(),
-            "accepted": chosen.accepted,
-            "tokens_per_second": chosen.rate,
-        }
-        plain = {"tokens_per_second": 1 / costs.plain()}
-        print(json.dumps({
-            "target": llm.target.name, "method": llm.method, "measured": not known, "file": place,
-            "costs": asdict(costs), "doubtful": costs.doubtful,
-            "plain": plain, "tree": tree,
-        }))  # fmt: skip
+        about = {"target": llm.target.name, "method": llm.method, "measured": not known, "file": place}
+        tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
+        measured = {"costs": asdict(costs), "doubtful": costs.doubtful}
+        print(json.dumps({**about, **measured, "plain": {"tokens_per_second": 1 / costs.plain()}, "tree": tree}))
         return
     _print(llm, costs, chosen, plans)
     note(f"{'measured before; --force measures again' if known else 'measured now'}: {place}")
@@ -83,55 +77,27 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
 
 
 def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(f"[bold]{llm.target.name}[/] with {llm.method}, {costs.context} tokens of context, milliseconds")
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for head in ("nodes", "pass", "vs 1"):
-        table.add_column(head, justify="right")
-    for nodes, seconds in zip(costs.nodes, costs.verify, strict=True):
-        table.add_row(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / costs.verify[0]:.2f}x")
-    console.print(table)
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for head in ("branch", "first level", "each further"):
-        table.add_column(head, justify="right")
-    for branch, first, deeper in zip(costs.branches, costs.first, costs.deeper, strict=True):
-        table.add_row(str(branch), f"{1e3 * first:.2f}", f"{1e3 * deeper:.2f}")
-    console.print(table)
-    console.print(f"rest of a cycle with a draft {1e3 * costs.rest:.2f}, without one {1e3 * costs.plain_rest:.2f}")
+    print(f"{llm.target.name} with {llm.method}, {costs.context} tokens of context, milliseconds")
+    passes = zip(costs.nodes, costs.verify, strict=True)
+    rows = [(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / costs.verify[0]:.2f}x") for nodes, seconds in passes]
+    print_table(("nodes", "pass", "vs 1"), rows)
+    drafts = zip(costs.branches, costs.first, costs.deeper, strict=True)
+    rows = [(str(branch), f"{1e3 * first:.2f}", f"{1e3 * deeper:.2f}") for branch, first, deeper in drafts]
+    print_table(("branch", "first level", "each further"), rows)
+    print(f"rest of a cycle with a draft {1e3 * costs.rest:.2f}, without one {1e3 * costs.plain_rest:.2f}")
     plain = 1 / costs.plain()
-    table = Table(
-        "tree",
+    shown = sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen})
+    trees = [("plain", costs.plain(), 1.0, plain)]
+    trees += [("nodes {} depth {} branch {}".format(*p.shape), p.seconds, 1 + p.accepted, p.rate) for p in shown]
+    print_table(
+        ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain"),
+        [(name, f"{1e3 * s:.2f}", f"{tokens:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x") for name, s, tokens, rate in trees],
         title="Expected, before anything was drafted",
-        title_justify="left",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
+        bold=1 + shown.index(chosen),
     )
-    for head in ("ms a cycle", "tokens a cycle", "tokens/s", "vs plain"):
-        table.add_column(head, justify="right")
-    table.add_row("plain", f"{1e3 * costs.plain():.2f}", "1.00", f"{plain:.1f}", "1.00x")
-    for plan in sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen}):
-        name, style = (
-            "nodes {} depth {} branch {}".format(*plan.shape),
-            "bold green" if plan == chosen else "",
-        )
-        cells = (
-            f"{1e3 * plan.seconds:.2f}",
-            f"{1 + plan.accepted:.2f}",
-            f"{plan.rate:.1f}",
-            f"{plan.rate / plain:.2f}x",
-        )
-        table.add_row(name, *cells, style=style)
-    console.print(table)
 
 
 def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
     """The best of the trees that have the most nodes up to so many."""
-    most = max(
-        (plan.shape.nodes for plan in plans if plan.shape.nodes <= nodes),
-        default=plans[0].shape.nodes,
-    )
+    most = max([p.shape.nodes for p in plans if p.shape.nodes <= nodes], default=plans[0].shape.nodes)
     return max((plan for plan in plans if plan.shape.nodes == most), key=lambda plan: plan.rate)

@@ -1,12 +1,13 @@
-"""The net of EAGLE-1 and EAGLE-2 (EAGLE-1, figure 7), and those of its ablation (figure 10), which read something else at slot t:
+"""The net of EAGLE-1 and EAGLE-2 (EAGLE-1, figure 7), and the nets of its ablation (figure 10), which differ in their input at slot t:
 
-    shifted      [ embedding of token t+1 ; feature of token t ]     EAGLE: the feature, and what came of it
-    unshifted    [ embedding of token t   ; feature of token t ]     it cannot know token t+1, so siblings have children of one law
-    feature      feature of token t                                  likewise
+    shifted      [ embedding of token t+1 ; feature of token t ]     EAGLE: the feature, and the token that was sampled after it
+    unshifted    [ embedding of token t   ; feature of token t ]     does not know token t+1, so all siblings get the same children
+    feature      feature of token t                                  does not know token t+1 either
     token        embedding of token t+1                              a language model of one layer
 
-All of them foretell the feature of token t+1. Where two things are read, fc brings them to one width; nothing else differs.
-It knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of them that count, D hidden (unshifted: see `Net`).
+All of them predict the feature of token t+1. `fc` projects two concatenated inputs to one width; nothing else differs.
+This module knows no tree, no target and no loss.
+Letters: R rows, N nodes or packed tokens, M of them that count, D hidden (unshifted: see `Net`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
 class Net(nn.Module):
-    """fc over what is read, then one decoder layer. What a step hands to the next, `hidden`, is the feature foretold; unshifted, with the
-    embedding of its token before it, so 2D wide, as the next step must read that.
+    """fc over the inputs, then one decoder layer. In the tree a step reads the hidden of the step before: its predicted feature.
+
+    The unshifted net reads the token's own embedding too, so its hidden is [embedding ; predicted feature], of width 2D.
     """
 
     def __init__(self, shape: LayerShape, fc_bias: bool = True, inputs: str = "shifted") -> None:
@@ -37,7 +39,7 @@ class Net(nn.Module):
         return features
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """What the layer reads [..., D]; embeddings: of the next tokens."""
+        """The input of the decoder layer [..., D]. `embeddings` are those of tokens t+1."""
         read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[self.inputs]
         joined: Tensor = self.fc(torch.cat(read, dim=-1))
         return joined
@@ -52,7 +54,7 @@ class Net(nn.Module):
         return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
 
     def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """While training: the features foretold [M, D] at some rows of packed documents."""
+        """For training: the predicted features [M, D] at the slots `rows_M` of packed documents."""
         x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
         keys = attention.keys(x_ND, position_N)

@@ -1,6 +1,6 @@
-"""The net of EAGLE-3 (section 3, figure 5): what it computes from features and embeddings, one pass or the steps of the training-time test.
+"""The net of EAGLE-3 (section 3, figure 5): its forward for decoding, and the steps of the training-time test.
 
-It knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, F features.
+This module knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, F features.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Architecture", "Net"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What distinguishes published EAGLE-3 heads of one shape."""
+    """The options in which published EAGLE-3 heads differ, beside the sizes of their layer."""
 
-    feature_size: int  # of one target layer
-    num_features: int = 3
-    draft_vocab_size: int = 0  # 0: it has no head of its own and speaks through the target's
+    feature_size: int  # width of the features of one target layer
+    num_features: int = 3  # number of fused target layers
+    draft_vocab_size: int = 0  # 0: no head of its own, logits come from the target's lm_head
     fc_bias: bool = False
-    fc_norm: bool = False  # new heads only: norm each layer's features
-    norm_before_fc: bool = False  # norm all of them together
-    norm_before_residual: bool = False  # the residual starts from the normed hidden
-    carries_normed: bool = False  # the normed hidden is handed on
+    fc_norm: bool = False  # EAGLE-3.1: a norm for the features of each layer before fc
+    norm_before_fc: bool = False  # one norm over the concatenated features before fc
+    norm_before_residual: bool = False  # the residual stream starts from the normed hidden
+    carries_normed: bool = False  # EAGLE-3.1: the next step reads the normed hidden
 
 
 class Layer(DecoderLayer):
@@ -63,16 +63,16 @@ class Net(nn.Module):
         return fused
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [..., 2D], and what its result is added to [..., D]."""
+        """The input of attention [..., 2D], and the residual to which its output is added [..., D]."""
         normed: Tensor = self.layer.hidden_norm(hidden)
         return torch.cat([self.layer.embed_norm(embeddings), normed], dim=-1), normed if self.plan.norm_before_residual else hidden
 
     def handed_on(self, hidden: Tensor) -> Tensor:
-        """What the next step reads."""
+        """The hidden that the next step reads."""
         return self.norm(hidden) if self.plan.carries_normed else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head reads."""
+        """The input of the head, from the hidden that `forward` returned."""
         normed: Tensor = hidden if self.plan.carries_normed else self.norm(hidden)
         return normed
 
@@ -88,19 +88,20 @@ class Net(nn.Module):
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """While training: the hidden [M, D] of some rows after each step of the training-time test.
+        """The hidden [M, D] at the slots `rows_M` after each step of the training-time test.
 
         Args:
             embed: index of a packed token [M] -> its embedding [M, D].
-            rows_M: ascending; the others lend keys and values only.
-            checkpointing: keep only inputs, keys and values of a step, and compute the rest again in the backward pass.
+            rows_M: int64, ascending; the other slots give keys and values only.
+            gradient_checkpointing: keep only inputs, keys and values of a step; recompute the rest in the backward pass.
         """
         N, attention = len(features_NF), self.layer.attention
         position_N, queries = documents.position_N(features_NF.device), documents.query_rows(rows_M)
         fused_ND = self.fuse(features_NF)
         x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
         first: Keys = attention.keys(x_ND, position_N)
-        x_MD, residual_MD, later, hidden = x_ND[rows_M], residual_ND[rows_M], list[Keys](), list[Tensor]()
+        x_MD, residual_MD = x_ND[rows_M], residual_ND[rows_M]
+        later, hidden = list[Keys](), list[Tensor]()  # keys and values of steps 1, 2, ...; hidden of steps 0, 1, ...
 
         def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
             attended_MD = attention.attend_packed(x_MD, position_N[rows_M] + i, queries, first, later[:i])

@@ -1,24 +1,24 @@
-"""Trees grown from a draft net, level by level: EAGLE-2's dynamic tree and trees of a fixed shape.
+"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed shape (`grow_static`).
 
-Both start from a `Growth`: the state after the net has read every committed token, and `expand`, one
-forward of the net over the nodes of a level. The nodes of a level attend to the committed slots and to
-their ancestors and themselves in the slots of the tree (`visible`).
+Both work on a `Growth`: functions of the draft net for one cycle. `read` lets the net read the newly
+committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes of a level attend
+to the committed slots, and among the slots of the tree to their ancestors and themselves (`visible`).
 
-**Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g of a (seed, position, token) is
-known beforehand, and the drawn token does not depend on the tree (`sampling`). So a draft may rank
-children by log q + g, with q processed by the row's own Sampling like p: it guesses what this very run
-will draw (drafter-invariant coupling: Daliri, Musco, Suresh 2024; with K children here). Greedy rows are
-the case g = 0.
+**Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g is a function of seed, position and
+token, so it is known before the target runs (`core.sampling`). The draft therefore ranks children by
+log q + g, with q processed by the row's own Sampling like p: it guesses the token that the target will draw
+with this seed (drafter-invariant coupling: Daliri, Musco, Suresh 2024; here with K children). Greedy rows
+are the case g = 0.
 
-**Confidence temperature.** With known noise, or greedily, the drawn token is certain: how likely a child
-is that token depends on the gaps between the scores and on the error of log q. The chance is taken as
-softmax((log q + g) / confidence_temperature), which is exact if the errors are Gumbel variables of that
-scale. EAGLE-2 takes q itself (temperature 1 and no noise): the chance of a token that somebody samples
-whose noise is not known.
+**Confidence temperature.** Greedily, or with known noise, the target's token is determined, not random: the
+draft is uncertain about it only because log q differs from log p. A child's confidence is
+softmax((log q + g) / confidence_temperature), which is exact if these differences are Gumbel variables of
+that scale. The paper's confidence is q itself: temperature 1 without noise, the probability of a token that is
+sampled with unknown noise.
 
 Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
-nodes, N nodes of the final tree, M those without the root, L levels, D hidden, V vocabulary of the
-target, v of the draft.
+nodes, N nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the
+draft.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXPANSIONS = ("value", "confidence")
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: expand the most probable nodes, then keep the best of everything drafted."""
+    """Options of EAGLE-2's tree: expand the nodes of the highest values, then keep the best of all drafted nodes (rerank)."""
 
     nodes: int = 60
     """Verified per cycle, the root included."""
@@ -103,7 +103,7 @@ class DynamicTree:
         return math.log(self.stop) if self.stop else -math.inf
 
     def describe(self) -> dict[str, Any]:
-        """Shape and noise, and every other option that is not at its default."""
+        """Shape and noise, and all other options that differ from their defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
         return {"kind": "dynamic", **self.shape._asdict(), "noise": self.noise, **changed}
 
@@ -114,36 +114,38 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Growth:
-    """A draft net at the beginning of a cycle."""
+    """A draft net in one cycle, as the functions that growing a tree needs."""
 
-    read: Callable[[], Tensor]  # reads the committed tokens; output [B, D] at the root's slot
+    read: Callable[[], Tensor]  # reads the newly committed tokens; returns the net's output [B, D] at the newest one, which predicts
+    # the tokens after the root
     head: Callable[[Tensor], Tensor]  # hidden [..., D] -> logits [..., V or v]
-    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, hidden_BQD of the parents, visible_BQT, level) -> hidden_BQD
+    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level) -> hidden_BQD
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
-    at_once: Callable[[DynamicTree], Draft | None] | None = None  # grows a whole dynamic tree in one call, or returns None
+    at_once: Callable[[DynamicTree], Draft | None] | None = None  # grows a whole dynamic tree in one call; it returns None if it cannot
 
     @cached_property
     def hidden_BD(self) -> Tensor:
+        """The result of `read`, which is called once."""
         return self.read()
 
     def ids(self, tokens: Tensor) -> Tensor:
-        """The head's token ids -> the target's."""
+        """Token ids of the draft vocabulary -> the target's."""
         return tokens if self.draft_ids_v is None else self.draft_ids_v[tokens]
 
     def noise(self, cycle: CycleInput, level: int, vocab: int) -> Tensor:
-        """[B, 1, v]: the noise that the target adds to log p at the position of a level's children; zero in greedy rows."""
+        """float32 [B, 1, v]: the noise with which the target draws the tokens of the next level; zero in greedy rows."""
         tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
         return cycle.noise.gumbel(cycle.position_B[:, None] + level + 1, tokens)
 
     def seen(self, cycle: CycleInput) -> Tensor | None:
-        """bool [B, 1, v]: tokens in the rows' texts; None when no row has a repetition penalty."""
+        """bool [B, 1, v]: tokens that occur in each row's text; None if no row has a repetition penalty."""
         if cycle.history_BV is None:
             return None
         return (cycle.history_BV if self.draft_ids_v is None else cycle.history_BV[:, self.draft_ids_v])[:, None]
 
 
 def _log_q(logits: Tensor) -> Tensor:
-    """Log softmax in float32, at most 0 so that no child scores above its parent; NaN counts as impossible."""
+    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN becomes -inf."""
     return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
@@ -157,11 +159,11 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
-    """EAGLE-2 (section 4): expansion by the joint confidence of a path, then reranking of everything drafted.
+    """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
 
-    A node's value is the product of the chances along its path. At every level the `branch` best new nodes
-    get `branch` children each; at the end the `nodes - 1` best of all nodes are kept. Ties: by value, then
-    the shallower node, then in order of drafting. `cycle.tree_shape` may ask for a smaller tree.
+    A node's value is the product of the confidences along its path. At every level the `branch` best new nodes get `branch` children
+    each; at the end the `nodes - 1` best of all nodes are kept. Ties go to the shallower node, then to the one drafted earlier.
+    `cycle.tree_shape` may ask for a smaller tree than the options.
     """
     if cycle.tree_shape is not None:
         tree = replace(tree, **cycle.tree_shape.within(tree.shape)._asdict())
@@ -173,7 +175,7 @@ def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
-    # all drafted nodes in order of drafting: token, log q, value, and the parent's index here (-1 = the root)
+    # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in this order (-1: the root)
     drafted = [(growth.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
     expanded = [pick_BK]  # indices of the expanded nodes, level by level
     begin = 0  # index of the first node of the last level
@@ -197,7 +199,7 @@ def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
     keep_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
     keep_BM = keep_BX[:, : tree.nodes - 1].sort(dim=-1).values
     draft = _kept(cycle, tree.depth, keep_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
-    if not tree.rerank:  # what is kept is not the best of what was drafted
+    if not tree.rerank:  # the kept nodes are not those of the highest values, as `Draft.drafted` promises
         return draft
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
     parents_BX = torch.cat([zero_B1 - 1, parent_BX + 1], dim=1)
@@ -205,7 +207,7 @@ def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
 
 
 def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
-    """[B, K, Z]: these nodes' values."""
+    """[B, K, Z]: the entries of K of the Q nodes."""
     return x_BQZ.gather(1, row_BK[..., None].expand(-1, -1, x_BQZ.shape[-1]))
 
 
@@ -213,34 +215,37 @@ def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
 class _Children:
     """The best children of Q nodes; siblings have distinct tokens."""
 
-    index: Tensor  # int64 [B, Q, K]; in the draft's vocabulary
+    index: Tensor  # int64 [B, Q, K]; token ids of the draft vocabulary
     log_q: Tensor  # float32 [B, Q, K]
-    chance: Tensor  # float32 [B, Q, K]; log of the chance that the target draws it, at most 0
+    chance: Tensor  # float32 [B, Q, K]; log of the child's confidence: the estimate that the target draws it; at most 0
 
 
 def _best_children(
     growth: Growth, cycle: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int
 ) -> _Children:
-    """The children that the draft holds to be most likely, of all nodes of a level."""
+    """The `branch` most likely children of each node of a level."""
     logits_BQv = growth.head(hidden_BQD)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle.sampling, seen_BQv) if coupled else logits_BQv)
     noisy = coupled and not cycle.noise.all_greedy
-    key_BQv = log_q_BQv + growth.noise(cycle, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
+    key_BQv = log_q_BQv + growth.noise(cycle, level, logits_BQv.shape[-1]) if noisy else log_q_BQv  # ranks the children
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
         return _Children(index_BQK, log_q_BQK, log_q_BQK)
     chance_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
-    certain_B11 = cycle.noise.greedy_B[:, None, None] | coupled
-    return _Children(index_BQK, log_q_BQK, torch.where(certain_B11, chance_BQK, log_q_BQK))
+    determined_B11 = cycle.noise.greedy_B[:, None, None] | coupled  # rows whose next token is determined: greedy, or known noise
+    return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, chance_BQK, log_q_BQK))
 
 
 def _kept(
     cycle: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parent_BX: Tensor
 ) -> Draft:
-    """The tree of the nodes `keep`. A parent has at least its child's value and was drafted earlier, so it is kept with its child."""
+    """The tree of the drafted nodes with indices `keep_BM`.
+
+    With each node its parent is kept too: its value is at least the child's, and it was drafted earlier.
+    """
     number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
     node_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
     parent_BM = parent_BX.gather(1, keep_BM)
@@ -262,21 +267,21 @@ def _kept(
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a static tree: the nodes with children (inner nodes) above it, and the level's nodes, their children."""
+    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and these children."""
 
-    inner_Q: Tensor  # node numbers
-    parent_Q: Tensor  # the inner nodes' parents
-    visible_1QT: Tensor  # which inner nodes so far (this level's last) each inner node sees
-    width: int  # most children of an inner node
-    child_M: Tensor  # node numbers
-    flat_M: Tensor  # of each child: index of its parent among the inner nodes * width + rank
+    inner_Q: Tensor  # node numbers of the inner nodes
+    parent_Q: Tensor  # node numbers of their parents
+    visible_1QT: Tensor  # bool; which inner nodes of this and earlier levels each inner node attends to
+    width: int  # the largest number of children of an inner node
+    child_M: Tensor  # node numbers of the children
+    flat_M: Tensor  # where each child stands in [Q, width] flattened: index of its parent in inner_Q * width + rank
 
 
 @dataclass(frozen=True)
 class _Static:
-    """A static tree as tensors."""
+    """A static tree, and the steps in which it is grown."""
 
-    tree: Tree  # one row
+    tree: Tree  # of one row
     levels: list[_Level]
 
     @classmethod
@@ -293,14 +298,14 @@ class _Static:
 
         tree = Tree.build(tensor(parents)[None], max(by_depth))
         levels = []
-        slots = list[int]()  # the inner nodes that have a slot of the draft's cache
+        slots = list[int]()  # the inner nodes in the order of their slots in the draft's cache
         for _, paths in sorted(by_depth.items()):
             inner = sorted({number[path[:-1]] for path in paths})
             slots += inner
             width = 1 + max(path[-1] for path in paths)
             visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                slots = []  # the root is committed: it has no slot in the tree
+                slots = []  # the root has no slot among those of the tree: `Growth.read` has committed it
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)
@@ -309,16 +314,18 @@ class _Static:
 
 
 def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False) -> Draft:
-    """EAGLE-1's tree of fixed shape. In greedy rows a node's children are the draft's best tokens; in others by `noise`:
+    """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the highest q.
 
-    sampled: drawn from q without replacement, as the largest of log q + Gumbel noise of the draft's own
-        (Kool, van Hoof, Welling 2019); siblings stay in draw order. The draft then brings q;
-    coupled: chosen, as the largest of log q + the noise that the target draws with.
+    In rows that sample, `noise` decides:
 
-    q is processed by the row's own Sampling like p. A node without mass in q is no candidate.
+    sampled: the children are drawn from q without replacement, as the tokens with the largest log q + Gumbel noise of the draft's own
+        stream (Kool, van Hoof, Welling 2019). Siblings stay in draw order, and the draft has q_BNV;
+    coupled: the children are chosen, as the tokens with the largest log q + the noise with which the target draws.
+
+    q is processed by the row's own Sampling like p. A node of probability 0 in q is no candidate.
 
     Args:
-        block: the tree is a chain, and a sampled chain is verified as a whole (`verify`).
+        block: the tree is a chain; if its tokens are drawn, they are to be verified by block verification (`core.verify`).
     """
     B, device = cycle.tokens_B.shape[0], cycle.tokens_B.device
     plan = _Static.of(choices, device)
@@ -342,8 +349,8 @@ def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str 
         if coupled:
             key_BQV = scores_BQV + growth.noise(cycle, number, scores_BQV.shape[-1])
         elif sampled:
-            q_BQV = probs(scores_BQV, greedy=False)  # drawn from this law as it was rounded: verification divides by the same numbers
-            place_BQ = cycle.position_B[:, None] * N + inner_Q  # every node of every cycle has noise of its own
+            q_BQV = probs(scores_BQV, greedy=False)  # draws use log of this rounded q, because verification divides by it
+            place_BQ = cycle.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
             key_BQV = torch.where(cycle.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
             key_BQV = key_BQV + cycle.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV

@@ -1,14 +1,16 @@
 """eagle1: EAGLE (Li et al. 2024, arXiv 2401.15077): features are easier to predict than tokens, once the next token is known.
 
-The net reads pairs and predicts the target's next final-norm feature; the target's own head turns it into
-the distribution of the token after:
+The net reads pairs (feature of token t, token t+1) and predicts the target's feature of token t+1, after the final
+norm. The target's lm_head turns the predicted feature into the distribution q of token t+2:
 
     slot t:  x = fc[ embedding of token t+1 ; feature of token t ]  ->  one decoder layer  ->  predicted feature of token t+1
                                                                           head of the target  ->  q of token t+2
 
-In the tree the net reads its own predictions. Siblings are chosen (greedy rows) or sampled without
-replacement. The nets of the paper's ablation, which read less (section 5.3.2), are here too:
-`--head.inputs`, see `_eagle1_net`.
+In the tree the net reads its own predicted features. Siblings are chosen (greedy rows) or sampled without
+replacement. `--head.inputs` selects a net of the paper's ablation (section 5.3.2), see `_eagle1_net`.
+
+This file has options, weights and loss. `_eagle.py` has the session, which runs the net in each cycle, and
+`_grow.py` grows the tree.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V vocabulary.
 """
@@ -135,7 +137,7 @@ class Options(HeadOptions):
 
 
 class UnshiftedSession(EagleSession):
-    """A session whose features carry the embedding of their own token in front, which the `unshifted` net reads."""
+    """The session of the `unshifted` net: in front of each feature stands the embedding of its own token."""
 
     drafter: Method
 
@@ -169,7 +171,7 @@ class Method(EagleMethod):
         self.resolve_tree()
 
     def resolve_tree(self) -> None:
-        """Resolve the tree's options once; OptionError when they are bad."""
+        """Resolve the options of the tree, once; OptionError if they are bad."""
         self.choices = self.options.tree.resolve()
         widest = 1 + max(path[-1] for path in self.choices)
         if self.options.verification == "block" and (self.options.tree.noise != "sampled" or widest > 1):
@@ -230,7 +232,7 @@ class Method(EagleMethod):
     # --- drafting
 
     def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What the net reads as hidden of tokens [...] whose true features [..., D] are known."""
+        """The net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
         return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1) if self.net.inputs == "unshifted" else features
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -257,10 +259,10 @@ class Method(EagleMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the target's head makes of them (section 4.2).
+        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the target's lm_head makes of them (section 4.2).
 
-        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or what `head.inputs` says. Its output is
-        compared with feature t+1, which predicts token t+2: the slot counts when that token does.
+        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or the inputs of `head.inputs`. Its output is
+        compared with feature t+1, which predicts token t+2: the slot counts if token t+2 counts.
         """
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         order_N = torch.arange(len(tokens_N), device=tokens_N.device)
@@ -280,7 +282,7 @@ class Method(EagleMethod):
         return Loss(feature_loss + 0.1 * token_loss, torch.tensor(len(rows_M), device=tokens_N.device), sums)
 
     def _training_noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
-        """[N, D]; zero outside of training."""
+        """The noise to add to the features, [N, D]; a scalar zero in evaluation, or with `noise` none."""
         device = batch.features_NF.device
         if self.options.noise == "none" or not self.net.training:
             return torch.zeros((), dtype=self.dtype, device=device)

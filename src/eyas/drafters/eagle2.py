@@ -1,8 +1,8 @@
-"""eagle2: EAGLE-2 (Li et al. 2024, arXiv 2406.16858): EAGLE-1's net, with a tree that follows the draft's own confidence.
+"""eagle2: EAGLE-2 (Li et al. 2024, arXiv 2406.16858): EAGLE-1's net with a dynamic tree, which follows the draft's confidence.
 
-The net's probabilities predict acceptance well, so the most probable nodes are expanded, and the most
-probable of everything drafted are verified. The children are chosen, not sampled: at any temperature the
-tokens are those of plain decoding with the same seed.
+The draft's confidence predicts acceptance well. So the most probable paths are expanded, and of all drafted
+nodes the most probable are verified. The children are chosen, not sampled: at any temperature the tokens are
+those of plain decoding with the same seed.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ class Method(DynamicEagle, eagle1.Method):
     summary = "EAGLE-2: EAGLE-1's net, dynamic tree by confidence"
 
     def resolve_tree(self) -> None:
-        """Every shape that the options allow can be grown."""
+        """Nothing to resolve: every shape that the options allow can be grown."""

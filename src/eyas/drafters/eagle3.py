@@ -1,12 +1,15 @@
-"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens are predicted directly, from features of three layers, by a net that is
-trained on its own outputs.
+"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the net predicts tokens directly from the features of three layers, and is trained
+on its own outputs.
 
     low, mid, high features of token t  --fc-->  hidden of slot t
-    slot t:  [ norm(embedding of token t+1) ; norm(hidden of slot t) ] -> attention, MLP -> new hidden -> norm, own head -> q of token t+2
+    slot t:  [ norm(embedding of token t+1) ; norm(hidden of slot t) ] -> attention, MLP -> new hidden -> norm, head -> q of token t+2
 
 In the tree the new hidden takes the place of the fused features. No loss ties it to the target's features,
-so more training data keeps paying (section 3). The head has a draft vocabulary, which may be smaller than
-the target's. The tree is EAGLE-2's.
+so more training data keeps paying (section 3). The net has a head of its own, over a draft vocabulary that may
+be smaller than the target's. The tree is EAGLE-2's.
+
+This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session, which runs the
+net in each cycle, and `_grow.py` grows the tree.
 
 Training-time test (section 3.1): step 0 reads the target's features; step i reads at each slot the hidden
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
@@ -60,7 +63,7 @@ class TrainingTimeTest:
     """How the net is trained on its own outputs."""
 
     steps: Annotated[int, TRAINING] = 7
-    """DraftLosses from each slot, each from the output of the one before."""
+    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
     decay: Annotated[float, TRAINING] = 0.8
     """Step i weighs decay ** i."""
     feature: Annotated[float, TRAINING] = 0.0
@@ -80,7 +83,7 @@ class NewHead:
     """The architecture of a head whose training begins. A trained head brings its own."""
 
     layers: Annotated[str, NEW_HEADS] = "auto"
-    """Whose inputs are fused, like 2,8,13 (hidden_states numbers); auto: 2, L/2, L-3."""
+    """Layers whose inputs are fused, like 2,8,13 (indices of hidden_states); auto: 2, L/2, L-3."""
     draft_vocab: Annotated[int | None, NEW_HEADS] = None
     """Tokens that the head can draft, the most frequent ones; none: at most 32,000."""
     fc_norm: Annotated[bool, NEW_HEADS] = False
@@ -125,7 +128,7 @@ class Method(DynamicEagle):
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
-        """The fused layers, and what the target's own head reads. OptionError for a head that cannot be trained."""
+        """The fused layers, and the target's final norm, which gives its distribution. OptionError for a head that cannot be trained."""
         if self.net.head is None:
             raise OptionError("this head uses the target's lm_head and cannot be trained further here; train one with its own")
         return (*self.feature_layers, self.target.num_layers)
@@ -192,8 +195,10 @@ class Method(DynamicEagle):
 
     @classmethod
     def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """A head that begins with what the target's own head predicts from its highest fused feature: fc passes that on, the layer adds
-        nothing yet, norm and head are the target's. The draft vocabulary are the tokens that count most often.
+        """A head whose first predictions are those of the target's lm_head from the highest fused feature.
+
+        fc passes that feature on, the decoder layer adds nothing yet, norm and head are copies of the target's. The draft vocabulary
+        has the most frequent tokens of `counts_V`.
         """
         options = options or cls.Options()
         ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
@@ -289,10 +294,13 @@ class Method(DynamicEagle):
     def training_time_test(
         self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
     ) -> tuple[DraftLosses, Tensor]:
-        """The guesses (step, row among `rows_M`, answer), weighed by step; and what the head reads for them, [K, D].
+        """Run the training-time test. Prediction k is made at step `step_K[k]`, slot `rows_M[row_K[k]]`, for answer `answer_K[k]`.
 
         Args:
             before_U: for each answer, the packed token whose final-norm feature gives the target's distribution of it.
+
+        Returns:
+            the losses of the K predictions, weighted by decay ** step; and the normed hidden [K, D] from which they are made.
         """
         layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
         features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
@@ -314,7 +322,7 @@ class Method(DynamicEagle):
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """int64 [v], ascending: the most frequent tokens; None when that is the whole vocabulary. OptionError for more tokens than occur."""
+    """int64 [v], ascending: the most frequent tokens; None for the whole vocabulary. OptionError if fewer than `size` tokens occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
         raise OptionError(f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it")
@@ -325,10 +333,10 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None
 
 
 def _final_scale(target: Target) -> Tensor:
-    """The weight [D] of the target's final norm; ones where it cannot be read off."""
+    """The weight [D] of the target's final norm, measured on an input that a norm without weights leaves as it is; ones if that fails."""
     norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
     ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
-    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # mean 0, mean square 1: a norm leaves them alone
+    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # mean 0, mean square 1
     scale: Tensor = norms[-1](signs[None])[0] * signs if norms and target.hidden_size % 2 == 0 else ones
     return scale if bool(scale.isfinite().all()) else ones
 
@@ -342,7 +350,7 @@ def _default_layers(target: Target) -> tuple[int, ...] | None:
 
 
 def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
-    """The layers that a checkpoint names, or the paper's. CheckpointError, FitError when the target does not have them."""
+    """The layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target does not have them."""
     layers, L = weights.config["feature_layers"], target.num_layers
     if max(layers or (0,)) >= L:
         raise CheckpointError(

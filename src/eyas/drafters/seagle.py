@@ -14,7 +14,7 @@ __all__ = ["Method"]
 
 
 class Method(eagle3.Method):
-    """EAGLE-3 with a window, by default as long as its head was trained on."""
+    """EAGLE-3 with a window; by default its length is that of the texts on which the head was trained."""
 
     summary = "SEAGLE: EAGLE-3 whose draft sees attention sinks and a rolling window, for long texts"
     default_window = True

@@ -1,8 +1,11 @@
-"""Faster ways to run the same forward.
+"""Runners: ways to run the target's forward. `prepared` chooses one for a target and a machine.
 
-`prepared` gives a target the best of them that suits it and the machine. `cpu`: compiled kernels for families that it knows. `graphs`: the
-model's own forward as CUDA graphs. `compiled`: layers by torch.compile, in these. `attention`: grouped-query attention over trees without
-copies of keys and values.
+cpu.py         compiled C++ kernels for the model types that they support; cpu_ops.py and cpu_grow.py: the rest of the cycle by kernels
+graphs.py      the model's own forward, or whole cycles, as CUDA graphs; recording.py: which part of a cycle is recorded
+compiled.py    layers by torch.compile, inside CUDA graphs
+attention.py   grouped-query attention over trees without copies of keys and values
+
+The model's own forward without any of these is `core.target.ModelRunner`.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def prepared(
         draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels, which round a draft's to int8 anyway.
 
     Raises:
-        OptionError: another word; rounded numbers where there are no kernels for them.
+        OptionError: an unknown value; rounded weights or activations that no kernel here supports.
     """
     for name, word, words in (
         ("weights", weights, WEIGHTS), ("activations", activations, ACTIVATIONS), ("draft_weights", draft_weights, DRAFT_WEIGHTS),
@@ -119,7 +122,7 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def _growing_rope(target: Target) -> str:
-    """The rotary positions that ask for a length in every forward; empty: none does."""
+    """The kind of RoPE whose frequencies depend on the length of the text ("dynamic", "longrope"); "" if there is none."""
     rope = getattr(target.model.config, "rope_parameters", None) or {}
     kinds = {found.get("rope_type") for found in (rope, *rope.values()) if isinstance(found, dict)}
     return next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")

@@ -1,8 +1,8 @@
-"""torch.compile for the layers of a model: small operations become few kernels, whatever the number of layers.
+"""torch.compile for the decoder layers of a model, which fuses their small operations into few kernels.
 
-A layer is compiled once for all layers that are alike: it is handed its own keys and values in place of the cache (`cache.LayerCache`), so
-nothing in what is traced says which layer it is. Two compilations serve a model, for single tokens (plain decoding) and for more of them;
-two more where there are several rows. The model's modules are put back as they were.
+Layers of one class share one compilation. For that, each layer gets its own keys and values (`cache.LayerCache`) in place of the whole
+cache, so the traced code does not depend on the layer's index. A model needs two compilations, for one token (plain decoding) and for
+several; two more with several rows. After each forward the model's modules are as they were.
 
 Not yet run on a GPU.
 """
@@ -31,29 +31,29 @@ class CompiledLayers:
 
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:
-        """Forwards of the model that store into `cache` take the compiled layers."""
-        free = [layer for layer in self.layers if "forward" not in layer.__dict__]  # in others somebody else has put something
-        for layer in free:
+        """Within this context the model's forwards run the compiled layers and store keys and values in `cache`."""
+        layers = [layer for layer in self.layers if "forward" not in layer.__dict__]  # others have a forward that somebody else replaced
+        for layer in layers:
             layer.__dict__["forward"] = self._forward(layer, self.numbers[layer], cache)
         try:
             yield
         finally:
-            for layer in free:
+            for layer in layers:
                 del layer.__dict__["forward"]
 
     def _forward(self, layer: nn.Module, number: int, cache: KVCache) -> Callable[..., Any]:
         compiled = self._by_type[type(layer)]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            held = cache.part(number) if cache.stores_of(number) else cache
-            args = tuple(held if x is cache else x for x in args)
-            return compiled(layer, *args, **{name: held if x is cache else x for name, x in kwargs.items()})
+            layer_cache = cache.part(number) if cache.stores_of(number) else cache
+            args = tuple(layer_cache if x is cache else x for x in args)
+            return compiled(layer, *args, **{name: layer_cache if x is cache else x for name, x in kwargs.items()})
 
         return forward
 
 
 def _number(layer: nn.Module, place: int) -> int:
-    """By which it looks its keys and values up: its own, also where other layers are left out."""
+    """The index of the layer in the cache: its `layer_idx`, which is not its place where other layers are left out; else its place."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     return next((number for number in numbers if isinstance(number, int)), place)
 

@@ -1,14 +1,15 @@
-"""CUDA graphs: a whole cycle, or a pass of the target, replayed without the launches of its thousands of kernels.
+"""CUDA graphs: a whole cycle, or one forward of a model, is replayed by one launch instead of thousands of kernel launches.
 
-A cycle (replay.py) is recorded with all levels of its draft, the pass, verification and both commits wherever the draft is a matter of the
-device; else from the draft on. A pass alone is recorded where a cycle cannot be: rows whose children are drawn or that have a repetition
-penalty, models that draft. Prompts, and trees that are larger than LARGEST, run as ever; so does what cannot be captured, with a warning.
+A whole cycle is recorded (recording.py) if its draft reads no values on the host: all levels of the draft, the target's forward,
+verification and both commits. Otherwise the cycle is recorded without its draft. A forward alone is recorded where a cycle cannot be: with
+drawn children, a repetition penalty or processors, and for models that draft. Prompts, trees of more than LARGEST nodes, and work whose
+capture fails (with a warning) run without graphs.
 
-A graph holds one shape: rows, nodes, and a width of the cache. What it reads is copied into tensors of its own, masks and slots are worked
-out inside, results lie where the graph left them. Keys and values are read where they lie (attention.py).
+A graph is valid for one number of rows and nodes and one width of the cache. Inputs are copied into the graph's own tensors, masks and
+slots are computed inside it, and its results stay in its own tensors. Keys and values are read in place (attention.py).
 
-Written and tested for its shapes on a CPU, where `capture` just runs the work again, and where a test looks for operations that wait for
-the device or bring something from the host. Not yet run on a GPU.
+Tested on a CPU only: `capture` then runs the work again, and a test looks for operations that wait for the device or read values on the
+host. Not yet run on a GPU.
 Letters: R rows, Q new nodes, T nodes in slots.
 """
 
@@ -36,26 +37,31 @@ from eyas.runners.recording import BUCKET, CycleReplay, State
 
 __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
 
-LARGEST = 128  # new nodes
-MOST = 48  # graphs that are kept; those that were not used for longest are forgotten
-ALIGNED = 64  # slots: widths of recorded passes are multiples of this, which attention kernels ask of masks
+LARGEST = 128  # new nodes of a forward that is recorded
+MOST = 48  # graphs that are kept; the least recently used one is dropped
+ALIGNED = 64  # slots; widths inside recorded cycles are multiples of this, as attention kernels require of masks
 
 T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """How work becomes a recording: (work, what undoes a run of it) -> (its result, always in the same place; what runs it again). Nothing
-    has been done when it returns."""
+    """Turns `work` into a recording: (work, undo) -> (result, replay).
+
+    `undo` reverts a run of `work`, so that it can be run for warm-up. When the capture returns, `work` has had no effect; each call of
+    `replay` runs it and leaves its result in the tensors of `result`.
+    """
 
     def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]: ...
 
 
 class CudaCapture:
-    """Capture on one device: three runs and the capture, which runs nothing, on a stream of its own; one pool of memory for all graphs, as
-    what a graph leaves is read, or copied, before another one runs."""
+    """Captures CUDA graphs on one device: three warm-up runs on a side stream, then the capture, which runs nothing.
 
-    _of: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}  # stream and pool
-    _failed: ClassVar[list[Any]] = []  # graphs whose memory must not be given back: their capture broke off
+    All graphs share one memory pool, because the result of a graph is read or copied before the next graph runs.
+    """
+
+    _of: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}  # stream and memory pool of each device
+    _failed: ClassVar[list[Any]] = []  # graphs whose capture failed: they are kept, as their memory must not be freed
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -74,88 +80,92 @@ class CudaCapture:
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool, stream=stream):
-                    found = work()
+                    result = work()
             except RuntimeError:
                 self._failed.append(graph)
                 del self._of[self.device]
                 raise
 
-        def again() -> None:
+        def replay() -> None:
             with torch.cuda.device(self.device):
                 graph.replay()
 
-        return found, again
+        return result, replay
 
 
-def tensors_of(found: object) -> Iterator[Tensor]:
-    """All tensors of a record of records."""
-    if isinstance(found, Tensor):
-        yield found
-    elif is_dataclass(found):
-        for field in fields(found):
-            yield from tensors_of(getattr(found, field.name))
+def tensors_of(record: object) -> Iterator[Tensor]:
+    """All tensors in a dataclass and the dataclasses in it."""
+    if isinstance(record, Tensor):
+        yield record
+    elif is_dataclass(record):
+        for field in fields(record):
+            yield from tensors_of(getattr(record, field.name))
 
 
 class CycleRecorder:
-    """Records a decoder's cycles."""
+    """Records and replays the cycles of one decoder: the `Recorder` of `recording.CycleReplay`.
 
-    def __init__(self, capture: Capture, alone: Callable[[], Any]) -> None:
-        """alone: a context in which the target's passes are not recorded for themselves."""
-        self.capture, self.alone = capture, alone
+    Args:
+        within_recording: makes a context in which the target's forwards are not recorded as graphs of their own.
+    """
+
+    def __init__(self, capture: Capture, within_recording: Callable[[], Any]) -> None:
+        self.capture, self.within_recording = capture, within_recording
         self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = OrderedDict()
-        self._state: dict[tuple[int, str], Tensor] = {}  # what sessions keep, where recordings expect it
+        self._state: dict[tuple[int, str], Tensor] = {}  # the recordings' tensors of sessions' attributes
 
     def __call__(
         self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], inplace_state: Sequence[Tensor],
         work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> Cycle | None:  # fmt: skip
-        for one in state:
-            self._settle(one, getattr(one.holder, one.name))
+        for attribute in state:
+            self._settle(attribute, getattr(attribute.holder, attribute.name))
         if key not in self._recorded:
             self._recorded[key] = self._record(inputs, state, inplace_state, work)
             if len(self._recorded) > MOST:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
-        if (found := self._recorded[key]) is None:
+        if (recording := self._recorded[key]) is None:
             return None
-        mine, cycle, again = found
+        recorded_inputs, cycle, replay = recording
         for name, tensor in inputs.items():
-            mine[name].copy_(tensor)
-        again()
+            recorded_inputs[name].copy_(tensor)
+        replay()
         return cycle
 
-    def _settle(self, one: State, value: Tensor) -> None:
-        """The holder holds the recordings' own tensor, with this value."""
-        place = id(one.holder), one.name
-        if place not in self._state:
-            self._state[place] = value.new_zeros(one.shape)
-        mine = self._state[place]
-        if value is not mine:
-            mine[tuple(slice(size) for size in value.shape)].copy_(value)
-        setattr(one.holder, one.name, mine)
+    def _settle(self, attribute: State, value: Tensor) -> None:
+        """Set the attribute to the recordings' tensor for it, filled with `value`."""
+        key = id(attribute.holder), attribute.name
+        if key not in self._state:
+            self._state[key] = value.new_zeros(attribute.shape)
+        recorded = self._state[key]
+        if value is not recorded:
+            recorded[tuple(slice(size) for size in value.shape)].copy_(value)
+        setattr(attribute.holder, attribute.name, recorded)
 
     def _record(
         self, inputs: Mapping[str, Tensor], state: Sequence[State], inplace_state: Sequence[Tensor],
         work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None:  # fmt: skip
-        mine = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
-        before, as_it_lay = [getattr(one.holder, one.name).clone() for one in state], [tensor.clone() for tensor in inplace_state]
+        recorded_inputs = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
+        state_before = [getattr(attribute.holder, attribute.name).clone() for attribute in state]
+        inplace_before = [tensor.clone() for tensor in inplace_state]
 
         def run() -> Cycle:
-            cycle = work(mine)
-            for one in state:
-                self._settle(one, getattr(one.holder, one.name))
+            cycle = work(recorded_inputs)
+            for attribute in state:
+                self._settle(attribute, getattr(attribute.holder, attribute.name))
             return cycle
 
         def undo() -> None:
-            for one, value in zip(state, before, strict=True):
-                self._settle(one, value)
-            for tensor, value in zip(inplace_state, as_it_lay, strict=True):
+            for attribute, value in zip(state, state_before, strict=True):
+                self._settle(attribute, value)
+            for tensor, value in zip(inplace_state, inplace_before, strict=True):
                 tensor.copy_(value)
 
         try:
-            with self.alone():
-                return mine, *self.capture(run, undo)
+            with self.within_recording():
+                return recorded_inputs, *self.capture(run, undo)
         except RuntimeError as error:
             undo()
             warnings.warn(f"a cycle cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
@@ -164,7 +174,7 @@ class CycleRecorder:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """A graph's own."""
+    """The input tensors of one graph."""
 
     tokens_RQ: Tensor
     position_RQ: Tensor
@@ -174,8 +184,8 @@ class _Inputs:
 
     @classmethod
     def like(cls, work: ForwardInput) -> _Inputs:
-        given = (work.tokens_RQ, work.position_RQ, work.length_R, work.depth_RT, work.visible_RQT)
-        return cls(*(x.clone(memory_format=torch.contiguous_format) for x in given))
+        tensors = (work.tokens_RQ, work.position_RQ, work.length_R, work.depth_RT, work.visible_RQT)
+        return cls(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
 
     def fill(self, work: ForwardInput) -> None:
         for name in self.__dataclass_fields__:
@@ -183,10 +193,11 @@ class _Inputs:
 
 
 class GraphRunner:
-    """Runs a target's passes by graphs.
+    """Runs the forwards of a target as CUDA graphs.
 
     Args:
-        compiled: the layers of the model, if they are to be compiled.
+        capture: makes the recordings; None: `CudaCapture`.
+        compiled: the model's layers by torch.compile; None: they are not compiled.
     """
 
     form = EXACT
@@ -196,38 +207,38 @@ class GraphRunner:
     records_cycles = True
 
     def __init__(self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None) -> None:
-        self.target, self.capture, self.own = target, capture or CudaCapture(target.device), ModelRunner()
+        self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = OrderedDict()
-        self._alone = False  # a cycle is being recorded, so its pass is not
+        self._within_cycle = False  # a cycle is being recorded: the forward in it is not a graph of its own
 
     @property
     def backend(self) -> Backend | None:
         return None if self.compiled is None else self.compiled.backend
 
     def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
-        return CycleReplay(cycle, CycleRecorder(self.capture, self._within))
+        return CycleReplay(cycle, CycleRecorder(self.capture, self._recording_cycle))
 
     @contextmanager
-    def _within(self) -> Iterator[None]:
-        self._alone = True
+    def _recording_cycle(self) -> Iterator[None]:
+        self._within_cycle = True
         try:
             yield
         finally:
-            self._alone = False
+            self._within_cycle = False
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
         return other.run_with(GraphRunner(other, self.capture, layers))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
-        return self.own.head(target, hidden)
+        return self.model_runner.head(target, hidden)
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         (R, Q), T = work.tokens_RQ.shape, work.visible_RQT.shape[-1]
         if work.last_only or Q > LARGEST:
-            return self.own(work)
-        if self._alone:
+            return self.model_runner(work)
+        if self._within_cycle:
             return self._run(replace(work, width=-(-work.width // ALIGNED) * ALIGNED))
         width = -(-work.width // BUCKET) * BUCKET
         work.cache.reserve(width)
@@ -237,29 +248,29 @@ class GraphRunner:
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        if (found := self._graphs[key]) is None:
+        if (graph := self._graphs[key]) is None:
             return self._run(work)
-        inputs, seen, again = found
+        inputs, output, replay = graph
         inputs.fill(work)
-        again()
-        return TargetOutput(seen.logits_BNV, seen.features_BNF.clone())  # features are kept for longer than until the next pass
+        replay()
+        return TargetOutput(output.logits_BNV, output.features_BNF.clone())  # drafters keep features beyond the next replay
 
     def _captured(self, work: ForwardInput) -> tuple[_Inputs, TargetOutput, Callable[[], None]] | None:
         inputs = _Inputs.like(work)
-        mine = replace(work, **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__})
+        recorded_work = replace(work, **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__})
 
         try:
-            return inputs, *self.capture(lambda: self._run(mine), lambda: None)
+            return inputs, *self.capture(lambda: self._run(recorded_work), lambda: None)
         except RuntimeError as error:
             warnings.warn(f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
             return None
 
     def _run(self, work: ForwardInput) -> TargetOutput:
-        """The cache is told where the new nodes go, then the model runs."""
+        """Run the model. The slots of the new nodes are computed here again, as part of the graph."""
         T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
         work.cache.at(work.span, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
         with packed(self.target.family.layers):
             if self.compiled is None:
-                return self.own(work)
+                return self.model_runner(work)
             with self.compiled.storing_in(work.cache):
-                return self.own(work)
+                return self.model_runner(work)

@@ -1,13 +1,14 @@
-"""Recorded cycles: one that is always the same operations is recorded once and replayed (CUDA graphs).
+"""Recorded cycles: a cycle whose operations are always the same is recorded once and replayed (CUDA graphs).
 
-    recorded with its draft      where the session is capturable (EAGLE's, Medusa's, Hydra's chosen trees; plain decoding)
-    recorded from its draft on   where the draft is made on the host or by something that has graphs of its own: pass, verification, commit
+    recorded with its draft      the session is capturable (chosen trees of EAGLE, Medusa and Hydra; plain decoding)
+    recorded without its draft   the draft is made on the host, or by a model whose forwards are graphs of their own; recorded are the
+                                 target's forward, verification and commit
 
-A recording is made as if every row were as long as its bucket, so it holds for all rows that are not longer; how long they are, the device
-knows. What it reads is copied into tensors of its own; what sessions keep from cycle to cycle lies where the recording left it. The host
-learns the result by one transfer (`Cycle.columns_BX`), and sends nothing but roots that are new.
+A recording is made for a length of context, a multiple of BUCKET, and serves all rows that are not longer: their actual lengths are tensors
+on the device. The inputs of a cycle are copied into the recording's own tensors, and the state that a session keeps from cycle to cycle
+stays in the recording's tensors. The host reads the result in one transfer (`Cycle.columns_BX`).
 
-A recorder makes the recordings (graphs.py); this module knows no device.
+A `Recorder` makes the recordings (graphs.py); this module knows no device.
 """
 
 from __future__ import annotations
@@ -27,34 +28,40 @@ from eyas.timing import StageTimer
 
 __all__ = ["BUCKET", "CycleReplay", "Recorder", "State"]
 
-BUCKET = 256  # tokens: recordings are made for multiples of this
+BUCKET = 256  # tokens; recordings are made for contexts of a multiple of this
 
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a cycle reads and replaces."""
+    """An attribute of a session that holds a tensor, which a cycle reads and replaces by a new one."""
 
-    holder: object
-    name: str
-    shape: tuple[int, ...]  # in full; a cycle may leave a shorter one
+    holder: object  # the session
+    name: str  # of the attribute
+    shape: tuple[int, ...]  # the full shape; the new tensor may be shorter
 
 
 class Recorder(Protocol):
-    """Records work that is the same operations for one key, and runs it again."""
+    """Records functions and replays them: the function must run the same operations whenever it is called with the same key."""
 
     def __call__(
         self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], inplace_state: Sequence[Tensor],
         work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> Cycle | None:  # fmt: skip
-        """What work leaves, in tensors that the next call overwrites; None: it cannot be recorded, and nothing was done.
+        """Run `work(inputs)`, by a recording.
 
-        shifted: what work changes where it lies, from what it finds there.
+        Args:
+            key: names the recording.
+            state: attributes that `work` reads and replaces.
+            inplace_state: tensors that `work` both reads and overwrites in place.
+
+        Returns:
+            the result of `work`, in tensors that the next call overwrites; None: `work` cannot be recorded, and nothing was run.
         """
         ...
 
 
 class CycleReplay(CycleRunner):
-    """Runs a decoder's cycles by recordings where it can, and as they are where it cannot."""
+    """Runs the cycles of a decoder by recordings; those that cannot be recorded run as without them."""
 
     extra_slots = BUCKET
 
@@ -69,11 +76,11 @@ class CycleReplay(CycleRunner):
         self.target.cache.reserve(room + BUCKET)
         with timer.stage("draft"):
             capturable = self.drafter.capturable(replace(cycle_input, max_position=room))
-            if capturable is None:  # the drafter keeps the input until it learns what was accepted, when the lengths are others already
+            if capturable is None:  # drafters keep the input until `commit`; by then the recording has changed the lengths in place
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
             draft = None if capturable is not None else self.drafter.draft(cycle_input)
-        if draft is not None and draft.q_BNV is not None:  # sampled siblings are verified on the host
-            return self._learnt(self.run(cycle_input, timer, None, draft), draft)
+        if draft is not None and draft.q_BNV is not None:  # the verification of drawn trees reads values on the host
+            return self._committed(self.run(cycle_input, timer, None, draft), draft)
         noise, state = cycle_input.noise, [State(self.target, "length_B", tuple(self.target.length_B.shape))]
         inputs = {"tokens": cycle_input.tokens_B, "active": cycle_input.active_B, "seed": noise.seed_B, "greedy": noise.greedy_B}
         if capturable is not None:
@@ -108,18 +115,18 @@ class CycleReplay(CycleRunner):
         with timer.stage("target"):
             cycle = self.recorder(key, inputs, state, inplace_state, work)
         if draft is not None:
-            return self._learnt(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
+            return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
         if cycle is None:
             return self.run(cycle_input, timer, self.drafter)
         return _copied(cycle)
 
     def _on_device(self, cycle_input: CycleInput) -> bool:
-        """Whether nothing in the cycle, but perhaps its draft, looks at values on the host."""
-        known = self.verify is verify or getattr(self.verify, "on_device", False)
-        return known and cycle_input.history_BV is None and not cycle_input.processors
+        """Whether the cycle, apart from its draft, reads no values on the host."""
+        verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
+        return verify_on_device and cycle_input.history_BV is None and not cycle_input.processors
 
-    def _learnt(self, cycle: Cycle, draft: Draft) -> Cycle:
-        """The drafter, which is no part of the recording, learns what was accepted, in tensors that nobody overwrites."""
+    def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
+        """Call the drafter's `commit`, which is not part of the recording, with copies that the next replay does not overwrite."""
         output = replace(cycle.output, features_BNF=cycle.output.features_BNF.clone())
         cycle = replace(cycle, draft=draft, verdict=_copied_verdict(cycle.verdict), output=output)
         self.drafter.commit(draft, cycle.verdict, output)
@@ -127,7 +134,7 @@ class CycleReplay(CycleRunner):
 
 
 def _copied(cycle: Cycle) -> Cycle:
-    """The cycle, with copies of everything that the next recording may overwrite and somebody may still read."""
+    """The cycle with copies of the tensors that are read after the next replay, which overwrites the recording's."""
     draft = _with(cycle.draft, {name: tensor.clone() for name, tensor in _tensors(cycle.draft).items()})
     if (full := draft.drafted) is not None:
         draft = replace(draft, drafted=FullDraft(full.parents_BX.clone(), full.value_BX.clone()))
@@ -145,13 +152,13 @@ def _copied_verdict(verdict: Verdict) -> Verdict:
 
 
 def _without_scores(cycle: Cycle, keep_output: bool) -> Cycle:
-    """The cycle without what nobody reads and every recording would keep: scores, and the target's output unless a drafter learns from it."""
+    """The cycle without scores, and without the target's output unless a drafter reads it: every recording would keep its own."""
     empty = cycle.scores_BNV.new_empty(0)
     return replace(cycle, scores_BNV=empty, output=cycle.output if keep_output else TargetOutput(empty, empty))
 
 
 def _tensors(draft: Draft) -> dict[str, Tensor]:
-    """The draft's tensors by the names of their fields; there is no q here."""
+    """The tensors of a draft by the names of their fields. Drafts with q are not recorded."""
     tree = draft.tree
     fields = {
         "tokens_BN": draft.tokens_BN,
@@ -166,7 +173,7 @@ def _tensors(draft: Draft) -> dict[str, Tensor]:
 
 
 def _with(draft: Draft, tensors: Mapping[str, Tensor]) -> Draft:
-    """The same draft with these tensors."""
+    """The draft with its tensors replaced by `tensors`."""
     tree = Tree(
         tensors["parents_BN"], tensors["candidate_BN"], tensors["depth_BN"], tensors["mask_BNN"], draft.tree.max_depth
     )  # fmt: skip

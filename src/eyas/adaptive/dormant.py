@@ -1,17 +1,18 @@
-"""A drafter that adapts: before each cycle a policy decides whether its method drafts, and with which tree.
+"""An adaptive drafter: before each cycle a policy decides whether its method drafts, and with which tree.
 
-    decision        all active rows plain    a fallback drafts        some rows plain, or none
-    verified        the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
-    the session     is dormant               is dormant               drafts for all rows
+    decision              all active rows plain    a fallback drafts        some rows plain, or none
+    tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
+    method's session      is dormant               is dormant               drafts for all rows, as a batch has one shape
 
-While the method's session is dormant, accepted tokens and features are collected. Before it drafts again, or is asked what it
-still knows, it reads them through `prefill`, in one pass for each row. At most `WAITING` tokens a row are collected; a row that
-reaches them is read at once. So memory is bounded, and later drafts are as good as ever. The prompt of a row that enters while
-the session is dormant is collected too. With only some rows plain the session drafts for all of them, as a batch has one shape.
+While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a new row.
+Before the session drafts again, or when a new prompt shares a prefix with its text (`keep`), it reads the stored tokens with
+`prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once. So memory is bounded, and later
+drafts are the same as without the pause.
 
-A fallback drafts from the text alone. It reads what is new just before it drafts, so it costs nothing until then.
+A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs nothing while it does not draft.
 
-This module knows no method and no rule by which a policy decides.
+This module knows no method and no policy.
+Letters: B rows, P places of the longest path, T tokens, F feature width.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
 __all__ = ["WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "adapted"]
 
-WAITING = 512  # places of a row
+WAITING = 512  # places for tokens that are stored for a row, at most
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy wants of a cycle. It is made before anything of the cycle is drafted, so it knows the past only."""
+    """A policy's decision about one cycle, made before the cycle drafts anything."""
 
-    shape: Shape | None = None  # of a tree that is grown; None: as the drafter's options say
-    plain: frozenset[int] = frozenset()  # rows that go without a draft
-    why: str = ""  # for people
-    fallback: Drafter | None = None  # drafts in the method's place: a method that reads text alone
+    shape: Shape | None = None  # size of a dynamic tree; None: the drafter's options decide
+    plain: frozenset[int] = frozenset()  # rows without a draft
+    why: str = ""  # the reason, for people
+    fallback: Drafter | None = None  # a method that drafts from the text alone, to be used in the method's place
 
     @property
     def awake(self) -> bool:
-        """Whether the method drafts, for all rows."""
+        """Whether every row is verified with the method's own draft."""
         return self.fallback is None and not self.plain
 
     def label(self, row: int) -> str:
-        """What drafts this row: "plain" (nothing), the fallback's name, "nodes/depth/branch", or "fixed" (as the options say)."""
+        """How this row is drafted: "plain" (not at all), the fallback's name, "nodes/depth/branch", or "fixed" (by the options)."""
         if row in self.plain:
             return "plain"
         if self.fallback is not None:
@@ -56,27 +57,26 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Which trees, whose, and whether to draft at all.
+    """Decides who drafts each cycle, and how large a tree.
 
-    It is asked before a cycle's draft, so it knows what came before and nothing that this cycle draws: also where children are drawn, the
-    text keeps the target's distribution.
+    It decides before the cycle's draft, from earlier cycles only. So drawn trees keep the target's distribution too.
     """
 
     def decide(self, cycle_input: CycleInput) -> Decision:
-        """For the cycle that begins with this input."""
+        """The decision about the cycle that begins with this input."""
         ...
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """The Steps of the cycle that was decided about, one of each active row."""
+        """Called with the Steps of the cycle that was decided about, one for each active row."""
         ...
 
     def is_dormant(self, rows: int) -> bool:
-        """Whether a cycle of so many rows would, as far as is known before it, go without the drafter: then a new row's prompt may wait."""
+        """Whether the method is expected not to draft the next cycle of `rows` rows: then the prompt of a new row may be stored."""
         return False
 
 
 class AdaptiveDrafter(Drafter):
-    """A drafter under a policy, which keeps what it learns: decoders that follow each other may share one."""
+    """A drafter and its policy. The policy keeps its estimates from one decoder to the next."""
 
     def __init__(self, drafter: Drafter, policy: Policy) -> None:
         super().__init__(drafter.target, drafter.options)
@@ -96,49 +96,50 @@ class AdaptiveDrafter(Drafter):
 
 
 def adapted(drafter: Drafter, policy: Policy | None) -> Drafter:
-    """The drafter under this policy; without one, the drafter itself."""
+    """The drafter with this policy; the drafter itself if there is none."""
     return drafter if policy is None else AdaptiveDrafter(drafter, policy)
 
 
 class _Accepted(NamedTuple):
-    """What a cycle accepted, in as many places as its longest path might have taken: how many it took, the device knows."""
+    """The accepted tokens of a cycle and their features, padded to the longest path: the host does not know the lengths yet."""
 
     tokens_BP: Tensor
     features_BPF: Tensor
-    taken_BP: Tensor | None  # bool; the other places are empty; None: there are none
+    accepted_BP: Tensor | None  # bool; False: padding; None: there is no padding
 
     def of(self, row: int) -> tuple[Tensor, Tensor]:
+        """tokens_T and features_TF of one row, without padding."""
         tokens_P, features_PF = self.tokens_BP[row], self.features_BPF[row]
-        if self.taken_BP is None:
+        if self.accepted_BP is None:
             return tokens_P, features_PF
-        place_T = self.taken_BP[row].nonzero()[:, 0]
+        place_T = self.accepted_BP[row].nonzero()[:, 0]
         return tokens_P[place_T], features_PF[place_T]
 
 
 @dataclass
 class _Missed:
-    """What waits for a row to wake."""
+    """The tokens and features of one row that the dormant session has not read."""
 
-    first: int  # position of its first token
-    prompt: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens_T, features_TF)
+    first: int  # absolute position of the first token
+    prompt: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # chunks of the prompt: (tokens_T, features_TF)
     cycles: list[_Accepted] = field(default_factory=list)
-    places: int = 0
+    places: int = 0  # tokens, padding included
 
 
 class DormantSession(DraftSession):
-    """Stands between the engine and a session of B rows, and asks the policy before every cycle."""
+    """Wraps a method's session: asks the policy before every cycle, and stores what the session misses while it is dormant."""
 
     def __init__(self, session: DraftSession, rows: int, policy: Policy) -> None:
         self.session, self.rows, self.policy = session, rows, policy
-        self.decision: Decision | None = None  # about the cycle under way
+        self.decision: Decision | None = None  # about the current cycle
         self.missed: list[_Missed | None] = [None] * rows
-        self.root: Tree | None = None  # the tree of a plain cycle, once there was one
-        self.asleep: CycleInput | None = None  # of the cycle under way, when the session sleeps
-        self.fallback: _FallbackSession | None = None  # once one was asked for
+        self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
+        self.dormant_input: CycleInput | None = None  # of the current cycle, if the session is dormant in it
+        self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
         self.active_rows: set[int] = set()
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
-        """Once in a cycle."""
+        """The decision about the current cycle; the policy is asked once, by `capturable` or by `draft`."""
         if self.decision is None:
             self.active_rows = set(cycle_input.active_rows)
             self.decision = self.policy.decide(cycle_input)
@@ -149,6 +150,7 @@ class DormantSession(DraftSession):
         self.policy.observe(steps)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        """As the method's session; it reads what it has missed here, because a recorded cycle cannot."""
         decision = self._decide(cycle_input)
         if not decision.awake:
             return None
@@ -170,9 +172,8 @@ class DormantSession(DraftSession):
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        if (missed is None and not self.policy.is_dormant(len(self.active_rows))) or len(tokens_T) + (
-            missed.places if missed else 0
-        ) > WAITING:
+        may_wait = missed is not None or self.policy.is_dormant(len(self.active_rows))
+        if not may_wait or len(tokens_T) + (missed.places if missed else 0) > WAITING:
             self._catch_up(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return
@@ -180,31 +181,33 @@ class DormantSession(DraftSession):
         missed.prompt.append((tokens_T, features_TF))
         missed.places += len(tokens_T)
 
-    def draft(self, roots: CycleInput) -> Draft:
-        decision = self._decide(roots)
-        plain, fallback, roots = decision.plain, decision.fallback, replace(roots, tree_shape=decision.shape)
-        alone = bool(plain) and plain.issuperset(roots.active_rows)
-        self.asleep = roots if alone or fallback is not None else None
-        if alone:
-            self.root = self.root or Tree.chain(len(roots.tokens_B), 1, roots.tokens_B.device)
-            return Draft(self.root, roots.tokens_B[:, None])
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        decision = self._decide(cycle_input)
+        plain, fallback = decision.plain, decision.fallback
+        cycle_input = replace(cycle_input, tree_shape=decision.shape)
+        all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
+        self.dormant_input = cycle_input if all_plain or fallback is not None else None
+        if all_plain:
+            roots_B = cycle_input.tokens_B
+            self.root_tree = self.root_tree or Tree.chain(len(roots_B), 1, roots_B.device)
+            return Draft(self.root_tree, roots_B[:, None])
         if fallback is None:
-            for row in roots.active_rows:
+            for row in cycle_input.active_rows:
                 self._catch_up(row)
-            draft = self.session.draft(roots)
+            draft = self.session.draft(cycle_input)
         else:
             if self.fallback is None or self.fallback.drafter is not fallback:
                 self.fallback = _FallbackSession(fallback, self.rows)
-            draft = self.fallback.draft(roots)
-        return _without(draft, plain) if plain else draft
+            draft = self.fallback.draft(cycle_input)
+        return _without_drafts(draft, plain) if plain else draft
 
-    def commit(self, draft: Draft, verdict: Verdict, seen: TargetOutput) -> None:
-        if self.asleep is None:
-            self.session.commit(draft, verdict, seen)
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        if self.dormant_input is None:
+            self.session.commit(draft, verdict, output)
             return
-        accepted = _accepted(draft, verdict, seen)
-        for row in self.asleep.active_rows:
-            missed = self.missed[row] = self.missed[row] or _Missed(len(self.asleep.row_tokens[row]) - 1)
+        accepted = _accepted(draft, verdict, output)
+        for row in self.dormant_input.active_rows:
+            missed = self.missed[row] = self.missed[row] or _Missed(len(self.dormant_input.row_tokens[row]) - 1)
             missed.cycles.append(accepted)
             missed.places += accepted.tokens_BP.shape[1]
             if missed.places >= WAITING:
@@ -218,51 +221,51 @@ class DormantSession(DraftSession):
         self.session.end(row)
 
     def _catch_up(self, row: int) -> None:
-        """The session reads what the row missed."""
+        """The session reads the stored tokens of the row."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
-            parts = [*missed.prompt, *(cycle.of(row) for cycle in missed.cycles)]
-            tokens_T, features_TF = (torch.cat(column) for column in zip(*parts, strict=True))
+            parts = [*missed.prompt, *(accepted.of(row) for accepted in missed.cycles)]
+            tokens_T, features_TF = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             self.session.prefill(row, tokens_T, features_TF, missed.first)
 
 
 class _FallbackSession:
-    """A session that drafts now and then, and is told what it needs for it just before."""
+    """The session of a method that drafts from the text alone. It reads the new text of each row just before it drafts."""
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
         self.drafter, self.session = drafter, drafter.open(rows)
-        self.heard = [0] * rows  # tokens of each row's text
-        self.entered = set(range(rows))  # rows whose text is another one, behind the tokens that were heard
+        self.read_tokens = [0] * rows  # how many tokens of each row's text the session has read
+        self.new_rows = set(range(rows))  # rows that have a new request since the session last drafted
 
     def begin(self, row: int, kept: int) -> None:
-        self.heard[row] = min(self.heard[row], kept)
-        self.entered.add(row)
+        self.read_tokens[row] = min(self.read_tokens[row], kept)
+        self.new_rows.add(row)
 
-    def draft(self, roots: CycleInput) -> Draft:
-        for row in roots.active_rows:
-            text, heard = roots.row_tokens[row], self.heard[row]
-            if row in self.entered:
-                heard = self.session.keep(row, heard) if heard else 0
-                self.session.begin(row, heard, len(text) - 1)
-                self.entered.remove(row)
-            if heard < len(text) - 1:
-                tokens_T = torch.tensor(text[heard:-1])
-                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0), heard)
-            self.heard[row] = len(text)  # the root is in `roots`
-        return self.session.draft(roots)
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        for row in cycle_input.active_rows:
+            text, read = cycle_input.row_tokens[row], self.read_tokens[row]
+            if row in self.new_rows:
+                read = self.session.keep(row, read) if read else 0
+                self.session.begin(row, read, len(text) - 1)
+                self.new_rows.remove(row)
+            if read < len(text) - 1:
+                tokens_T = torch.tensor(text[read:-1])
+                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0), read)
+            self.read_tokens[row] = len(text)  # the session reads the root from `cycle_input`
+        return self.session.draft(cycle_input)
 
 
-def _accepted(draft: Draft, verdict: Verdict, seen: TargetOutput) -> _Accepted:
+def _accepted(draft: Draft, verdict: Verdict, output: TargetOutput) -> _Accepted:
     nodes = draft.tree.nodes
     if nodes == 1:
-        return _Accepted(draft.tokens_BN, seen.features_BNF, None)
-    path_BP, features_BPF = verdict.path_BP[:, :nodes], seen.features_BNF  # no path is longer than its tree
+        return _Accepted(draft.tokens_BN, output.features_BNF, None)
+    path_BP, features_BPF = verdict.path_BP[:, :nodes], output.features_BNF  # no path is longer than its tree
     features_BPF = features_BPF.gather(1, path_BP.clamp(min=0)[..., None].expand(-1, -1, features_BPF.shape[-1]))
     return _Accepted(verdict.tokens_BP[:, :nodes], features_BPF, path_BP >= 0)
 
 
-def _without(draft: Draft, rows: frozenset[int]) -> Draft:
-    """The draft with nothing but padding behind the roots of these rows."""
+def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:
+    """The draft in which all nodes of these rows but the root are padding."""
     tree, candidate_BN = draft.tree, draft.tree.candidate_BN.clone()
     candidate_BN[sorted(rows), 1:] = False
     return replace(draft, tree=replace(tree, candidate_BN=candidate_BN))

@@ -47,8 +47,8 @@ def prepared(
         kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; compile: these with
             layers by torch.compile, on a GPU only; off: the model's own forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
-        weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its own (`kernels.WeightFormat`). With int4 the
-            layers; the head that gives logits is int8.
+        weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its own (`formats.WeightFormat`).
+            With int4 the lm_head is int8.
         activations: what weights are multiplied by. exact: as exact as float32; rounded, by kernels only, as a target of its own:
             bfloat16, for weights kept as bfloat16; int16, int8, for those kept as int8 or int4.
         draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels, which round a draft's to int8 anyway.

@@ -22,4 +22,27 @@ from eyas.nn._layers import (
 )  # fmt: skip
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
-__all__ = ["FP8_CAPABILITY", "Attention", "Backend", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "Fp8Linear", "FusedLayer", "KernelLinear", "Keys", "LayerShape", "QueryRows", "RMSNorm", "SwiGLU", "fp8", "grouped_attention", "packed_attention", "rope", "rope_frequencies", "with_cpu_kernels"]  # fmt: skip
+__all__ = [
+    "FP8_CAPABILITY",
+    "Attention",
+    "Backend",
+    "CacheContents",
+    "Compiled",
+    "DecoderLayer",
+    "Documents",
+    "DraftCache",
+    "Fp8Linear",
+    "FusedLayer",
+    "KernelLinear",
+    "Keys",
+    "LayerShape",
+    "QueryRows",
+    "RMSNorm",
+    "SwiGLU",
+    "fp8",
+    "grouped_attention",
+    "packed_attention",
+    "rope",
+    "rope_frequencies",
+    "with_cpu_kernels",
+]

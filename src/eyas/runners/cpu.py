@@ -1,11 +1,11 @@
-"""The target on a CPU, by compiled kernels: the same sums as the model's own forward, without its many small operations.
+"""Runs a target's forwards on a CPU by compiled kernels.
 
-What a family's forward does is known for the model types in FAMILIES. It is not taken on trust: when a runner is made, its logits and
-features over a prompt and a small tree are compared with the model's own, and where they differ there is no runner. The model itself stays
-as it is; the kernels keep their own copy of its weights, without loss, in the narrowest form that holds them (or rounded, on request).
+The kernels know the decoder layers of the model types in FAMILIES. When a runner is made, its logits and features over a prompt and a
+small tree are compared with those of the model's own forward; if they differ, the runner is refused. The model is not changed: the
+kernels keep a copy of its weights, without loss in the narrowest format that holds them, or rounded on request (`WeightFormat`).
 
-Beyond speed: a token's logits do not depend, to the last bit, on what else is in the pass. So speculative decoding is not only lossless up
-to near ties here: a tree's logits are plain decoding's.
+A token's logits do not depend, to the last bit, on the other tokens of the pass. So a tree's logits equal plain decoding's exactly, not
+only up to rounding.
 """
 
 from __future__ import annotations
@@ -37,13 +37,18 @@ CLOSE = 1e-4  # of the largest logit: what a sum in another order may change
 
 
 class UnsuitedError(Exception):
-    """Why a target has no runner of this kind: one line."""
+    """The kernels cannot run this target; the message is one line with the reason."""
 
 
 def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
-    """A runner for the target; UnsuitedError, with the reason, when there is none; OptionError where the form would change nothing.
+    """A runner for the target.
 
-    form: of its linear layers; where that is not exact it makes another target of it: plain decoding and trees are both its own.
+    Args:
+        form: the number format of its linear layers. A rounded format makes another target: plain decoding and trees both use it.
+
+    Raises:
+        UnsuitedError: the kernels cannot run this target, or this machine lacks what the format needs.
+        OptionError: the format would change nothing.
     """
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
@@ -88,7 +93,7 @@ class CpuRunner:
 
     @property
     def threads(self) -> int | None:
-        """How many a pass uses where nothing is in the way."""
+        """The number of threads of a pass while no other process takes the cores."""
         return self.pace.most
 
     @property
@@ -97,7 +102,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def settle_threads(self) -> None:
-        """As many threads as make small passes fastest: fewer than torch's where something else keeps the cores busy."""
+        """Time small passes with several numbers of threads and keep the fastest: fewer than torch's while the cores are busy."""
         most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
         counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
         took: dict[int, list[float]] = {count: [] for count in counts}
@@ -114,7 +119,7 @@ class CpuRunner:
 
     @property
     def bytes(self) -> int:
-        """Of weights that a pass reads."""
+        """Bytes of weights that a pass reads."""
         return self.layers.bytes + self.output.bytes
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
@@ -178,14 +183,14 @@ class CpuRunner:
         )  # fmt: skip
 
     def _extend(self, positions: int) -> None:
-        """Cosines and sines of more positions, from the model's own module."""
+        """Compute cosines and sines of more positions with the model's own rotary module."""
         count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
         every_1P = torch.arange(count)[None]
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check_form(self, form: WeightFormat) -> None:
-        """UnsuitedError where this machine has not the products that a form asks for; OptionError where its activations would change
+        """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if its activations would change
         nothing, as weights are kept otherwise."""
         halves = form.activations == "bfloat16"
         if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.has_vnni():
@@ -211,7 +216,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """UnsuitedError unless a prompt and a small tree give what the model's own forward gives."""
+        """Compare logits and features over a prompt and a small tree with the model's own forward; UnsuitedError if they differ."""
         target, count = self.target, max(1, min(24, self.target.context - 3))  # the tree's third level has a position, too
         ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0))
         tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]), 2)
@@ -230,7 +235,7 @@ class CpuRunner:
 
 
 def _refuse(target: Target) -> None:
-    """UnsuitedError for what the kernels do not compute."""
+    """Raise UnsuitedError if the model needs something that the kernels do not compute."""
     config, family = target.model.config, target.family
     if target.device.type != "cpu" or target.dtype != torch.float32:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")

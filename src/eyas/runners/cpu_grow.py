@@ -27,9 +27,12 @@ __all__ = ["Grower", "grower_of"]
 
 
 def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix) -> Grower | None:
-    """None when the kernels do not know the net.
+    """The grower of an EAGLE net that runs by kernels; None when the kernels cannot grow trees with it.
 
-    own_table: of embeddings, where they are not the target's. ids_v: the target's ids of the draft vocabulary, where it is a smaller one.
+    Args:
+        own_table: [V, D] embeddings, if they are not the target's.
+        ids_v: int64; the target's ids of the draft vocabulary, if it is smaller than the target's.
+        lm_head: the target's, packed.
     """
     fused = getattr(getattr(net, "layer", None), "fused", None)
     if fused is None:
@@ -38,11 +41,11 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
     plain, D = target.family.embed_scale == 1.0 or own_table is not None, fused.shape.hidden
     if table is None or not plain or table.dtype != torch.float32 or table.shape[1] != D:
         return None
-    found = _around(net, table.detach(), ids_v, lm_head)
-    return None if found is None or found.head.inputs != D else Grower(fused, found)
+    packed = _packed_net(net, table.detach(), ids_v, lm_head)
+    return None if packed is None or packed.head.inputs != D else Grower(fused, packed)
 
 
-def _around(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
+def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
         return kernels.Net(lm_head, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
@@ -102,10 +105,16 @@ class Grower:
             depth_L = torch.arange(1, tree.depth + 1)
             noise_BLv = cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, which)
         plan = kernels.Plan(
-            tree.depth, tree.branch, tree.nodes, tree.expand == "confidence", tree.rerank, tree.log_stop,
-            1 / tree.confidence_temperature,
-            _temperatures(cycle_input.sampling), noise_BLv,
-        )  # fmt: skip
+            depth=tree.depth,
+            branch=tree.branch,
+            nodes=tree.nodes,
+            by_confidence=tree.expand == "confidence",
+            rerank=tree.rerank,
+            log_stop=tree.log_stop,
+            inverse_temperature=1 / tree.confidence_temperature,
+            temperature_B=_temperatures(cycle_input.sampling),
+            noise_BLv=noise_BLv,
+        )
         position_B1 = length_B[:, None]
         cache.at(slice(0, B), lambda: position_B1, width)
         cache.see(length_B, _one_node(B))

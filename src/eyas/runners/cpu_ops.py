@@ -26,7 +26,7 @@ class CpuNoise(GumbelNoise):
 
 
 class CycleKernels(Ops):
-    """Draws, paths and commits by kernels, for whatever runs the model."""
+    """Draws, paths and commits by kernels, whatever runs the model's forward."""
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         return CpuNoise.of(sampling, device)
@@ -46,7 +46,7 @@ class CycleKernels(Ops):
 
 
 class KernelOps(CycleKernels):
-    """And nets of drafts by kernels, where the target itself is run by them.
+    """The operations of `CycleKernels`, and draft nets by kernels: for targets that run by kernels themselves.
 
     Args:
         threads: for draft nets, asked for anew at every call.

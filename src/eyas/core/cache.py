@@ -1,15 +1,15 @@
-"""Preallocated keys and values with per-row commit.
+"""Preallocated KV caches in which each row has its own length.
 
-A row's slots: its committed tokens first, then the nodes being verified (or drafted). Slot s of the committed part holds position s;
-a node at depth d has position length + d, whatever slot it stands in.
+The slots of a row hold its committed tokens first, then the nodes that are being verified (or drafted). Slot s of the committed part holds
+position s; a node at depth d has position length + d, whatever its slot.
 
     slot      0 1 2 3 4 | 5 6 7 8 9
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
     row 1     c c c n n   n n n            3 committed, nodes right behind
 
-`KVCache` is what a Hugging Face model is handed as `past_key_values`: `at` says where the next forward writes, the model calls `update`
-once a layer, `commit` moves the accepted nodes behind the committed slots. A target's sliding windows are a matter of masks.
-`WindowCache` is what a draft net stores into; it may forget all but the beginning and the end (SEAGLE).
+`KVCache` is passed to Hugging Face models as `past_key_values`: `at` sets where the next forward writes, the model calls `update` once for
+each layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows of a target are a matter of masks, not of slots.
+`WindowCache` is the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
 Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward,
 E layers x {key, value}.
 """
@@ -29,27 +29,29 @@ __all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", 
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 
-Commit = Callable[[Tensor, Tensor, Tensor], None]  # as `commit_path`
+Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
 
 
 def layout_of(cache: DynamicCache) -> Layout:
-    """The layout that a model's own forward left in a DynamicCache."""
+    """The layout of a DynamicCache that a forward of the model has filled."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
 
 
 class LayerCache:
-    """Keys and values of one layer, and where the next forward's go. A layer that is compiled is handed this in place of the cache: nothing
-    in it says which layer it is, so that what is compiled serves all."""
+    """The keys and values of one layer, and the slots of the next forward.
+
+    Compiled layers get this in place of the whole cache: it does not depend on the layer's index, so all layers share one compilation.
+    """
 
     def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int) -> None:
         self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = key_RHSw, value_RHSw, row_R1, slot_RN, width
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
-        for held, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
-            held[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
+        for store, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
+            store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
         return self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
 
 
@@ -80,21 +82,27 @@ class DraftLayerCache:
 
 
 class KVCache(Cache):
-    """Keys and values of B rows in one tensor [E, B, H, S, width] (one for each shape, where layers differ)."""
+    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width), if layers differ.
+
+    Args:
+        layout: the sizes of each layer.
+        commit: the implementation of `commit_path`: torch or compiled kernels.
+    """
 
     def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, commit: Commit | None = None) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
-        self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> ((shape, entry) of keys, (shape, entry) of values)
-        self._count: dict[tuple[int, int], int] = {}
+        self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> where its keys, and where its values
+        # are: ((heads, width), index in the first dimension of `_stores[heads, width]`)
+        self._count: dict[tuple[int, int], int] = {}  # (heads, width) -> size of that first dimension
         for layer, shape in enumerate(layout):
             if shape is not None:
                 heads, *widths = shape
                 self._place[layer] = tuple(((heads, width), self._next((heads, width))) for width in widths)
         self._stores: dict[tuple[int, int], Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
-        self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward, once they are asked for
+        self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward; None: not computed yet
         self._span, self._width = slice(0, 0), 0
 
     def _next(self, shape: tuple[int, int]) -> int:
@@ -102,7 +110,7 @@ class KVCache(Cache):
         return self._count[shape] - 1
 
     def reserve(self, slots: int) -> None:
-        """Grow to hold that many slots a row; what is stored stays."""
+        """Grow to at least that many slots per row; the contents stay."""
         if slots <= self.slots:
             return
         size = -(-slots // BUCKET) * BUCKET
@@ -114,19 +122,23 @@ class KVCache(Cache):
         self.slots = size
 
     def at(self, span: slice, slot_RN: Callable[[], Tensor], width: int) -> None:
-        """The next forward concerns the rows of `span`, writes node n of row r to slot_RN[r, n], and attends to slots below `width`.
+        """Set rows and slots of the next forward.
 
-        slot_RN: worked out when something is stored by operations of torch: kernels find slots for themselves.
+        Args:
+            span: the rows.
+            slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch stores the nodes; kernels compute the
+                slots themselves.
+            width: the forward attends to slots below this.
         """
         self.reserve(width)
         self._span, self._slots_of, self._where, self._width = span, slot_RN, None, width
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Store [R, H, N, width] and return everything up to the width: called by the model's attention layers."""
+        """Store keys and values [R, H, N, width]; returns those of all slots below the forward's width. Called by attention layers."""
         return self.part(layer_idx).update(key_states, value_states)
 
     def part(self, layer: int) -> LayerCache:
-        """What the next forward finds and leaves in one layer."""
+        """The cache of one layer for the next forward."""
         if self._where is None:
             slot_RN = self._slots_of()
             self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
@@ -134,11 +146,11 @@ class KVCache(Cache):
         return LayerCache(key, value, *self._where, self._width)
 
     def stores_of(self, layer: int) -> bool:
-        """Whether the layer stores something of its own."""
+        """Whether the layer has keys and values of its own."""
         return layer in self._place
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones. The root stands there already."""
+        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones."""
         if path_BP.shape[1] == 1:
             return
         for store in self._stores.values():
@@ -146,27 +158,27 @@ class KVCache(Cache):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where in memory it lies, and how: other numbers after it has grown."""
+        """The size and the data pointers of the tensors: they change when the cache grows."""
         return self.slots, *(store.data_ptr() for store in self._stores.values())
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """What it holds, [layers x {key, value}, B, H, slots, width] for each shape."""
+        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width)."""
         return tuple(self._stores.values())
 
     @property
     def width(self) -> int:
-        """Slots below which the next forward attends."""
+        """The next forward attends to slots below this."""
         return self._width
 
     @property
     def tensor(self) -> Tensor:
-        """All of it, [layers x {key, value}, B, H, slots, width], where the layers are alike."""
+        """The only tensor [layers x {key, value}, B, H, slots, width] of a model whose layers have equal sizes."""
         (only,) = self._stores.values()
         return only
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions and masks are always given; nothing may be derived from a common length
+        return 0  # the model gets positions and masks explicitly, and must derive nothing from one length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._width, 0
@@ -179,7 +191,7 @@ class KVCache(Cache):
         return max(self._place, default=-1) + 1
 
     def bytes_for(self, slots: int) -> int:
-        """What that many slots a row take."""
+        """Bytes that this number of slots per row takes."""
         return sum(n * self.rows * heads * width * slots * self.dtype.itemsize for (heads, width), n in self._count.items())
 
 
@@ -240,7 +252,7 @@ class WindowCache(KVCache):
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, width] to the slots behind its committed ones.
 
-    The root stands there already.
+    The root is there already: it is node 0, and so in the first slot behind the committed ones.
     """
     row_B1 = torch.arange(store.shape[1], device=store.device)[:, None]
     goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=store.device)
@@ -249,7 +261,7 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
-    """bool [B, N, W]: every node sees the committed slots of its row, and of the T slots behind them those that `visible_BNT` names."""
+    """bool [B, N, W]: each node attends to the committed slots of its row, and to those of the T slots behind them that are visible."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]
     index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)
@@ -258,14 +270,14 @@ def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
 
 
 def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
-    """int64 [B, W]: the position held by each slot."""
+    """int64 [B, W]: the position of each slot's token."""
     slot_W = torch.arange(width, device=length_B.device)
     relative_BW = (slot_W - length_B[:, None]).clamp(0, depth_BT.shape[1] - 1)
     return torch.where(slot_W < length_B[:, None], slot_W, length_B[:, None] + depth_BT.gather(1, relative_BW))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences share from the start."""
+    """Length of the longest common prefix of two token sequences."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,7 +1,7 @@
-"""The operations of a cycle that a runner may have faster ones for: here in torch, the reference.
+"""The operations of a cycle that a runner may replace by faster ones: here the reference, in torch.
 
-A target's runner chooses them once (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels. Whoever makes faster ones answers
-for the same numbers: same draws, same paths, same caches.
+Each runner has its operations (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels. Every implementation must return the
+results of this one: the same draws, paths and caches.
 
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x {key, value}, K heads, S slots, h width of a head.
 """
@@ -28,21 +28,21 @@ class TreeGrower(Protocol):
 
     @property
     def fuses_features(self) -> bool:
-        """It is handed the target's features as they are; else they went through the net's fusion before."""
+        """Whether it reads the target's features; False: it reads the output of the net's `fuse`."""
         ...
 
     def suits(self, cycle_input: CycleInput) -> bool:
-        """The rows' Sampling is one that it knows."""
+        """Whether it supports the Sampling of all rows."""
         ...
 
     def __call__(
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """Let the net read pending tokens behind `length` slots, then grow the tree below the roots.
+        """Let the net read the pending pairs, in the slots behind `length_B`, then grow the tree below the roots.
 
         Args:
-            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and how many of them count in each row.
+            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and their number in each row.
             tree: the options of the dynamic tree (`drafters._grow.DynamicTree`).
             width: at least as many slots of the cache as any row uses, the tree's included.
         """
@@ -50,10 +50,10 @@ class TreeGrower(Protocol):
 
 
 class Ops:
-    """The torch reference of every operation.
+    """The reference implementation of every operation, in torch.
 
     Attributes:
-        draft_formats: of weights that `draft_net` knows.
+        draft_formats: weight formats that `draft_net` supports.
     """
 
     draft_formats: tuple[str, ...] = ("exact", "fp8")
@@ -63,14 +63,15 @@ class Ops:
         return GumbelNoise.of(sampling, device)
 
     def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
-        """The token that the target draws at each node: the largest log p + noise of the position behind the node, so nodes of one depth
-        share their noise; greedy rows: the largest score.
+        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score in greedy rows.
+
+        The noise is that of the position after the node, so nodes of one depth share it.
 
         Args:
             position_B: int64; absolute position of the root.
 
         Returns:
-            int64 [B, N]; and bool [B], rows with a score that is NaN, where that is seen on the way.
+            int64 [B, N] tokens; bool [B], rows with NaN among their scores, or None if the implementation does not look.
         """
         if noise.all_greedy:
             return scores_BNV.argmax(-1), None
@@ -81,7 +82,7 @@ class Ops:
         return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
 
     def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
-        """The path of the nodes that are what their parents drew. Siblings have distinct tokens."""
+        """The path from the root on which each node is the token that was drawn at its parent. Siblings have distinct tokens."""
         check_siblings(draft.tree, draft.tokens_BN)
         return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
 
@@ -90,17 +91,17 @@ class Ops:
         commit_path(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        """A draft's net as decoding runs it. draft_weights: "exact", or "fp8": rounded."""
+        """A draft net for decoding. draft_weights: "exact", or "fp8": rounded."""
         return fp8(net) if draft_weights == "fp8" else net
 
     def grower(self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
-        """What grows this net's dynamic trees at once; None: they are grown level by level.
+        """A function that grows dynamic trees of this net in one call; None: they are grown level by level.
 
         Args:
             target: the `Target` that the net drafts for.
             net: an EAGLE net as `draft_net` returned it.
-            embeddings: [V, D], where they are not the target's.
-            draft_ids_v: int64; the target's ids of the draft vocabulary, where it is a smaller one.
+            embeddings: [V, D], the net's own embedding table; None: the target's.
+            draft_ids_v: int64; the target's ids of a draft vocabulary that is smaller than the target's.
         """
         return None
 
@@ -109,16 +110,16 @@ REFERENCE = Ops()
 
 
 def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Which nodes are accepted (it and all its ancestors are what their parents drew), bool [B, N]; and the token after them [B]."""
-    hit_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
-    hit_BN = hit_BN | (tree.parents_BN < 0)
-    accepted_BN = (hit_BN[:, None] | ~tree.mask_BNN).all(-1)
+    """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its ancestors were drawn at their parents."""
+    drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
+    drawn_BN = drawn_BN | (tree.parents_BN < 0)
+    accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)
     last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
     return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
 
 
 def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
-    """The accepted nodes, one of each depth, in order."""
+    """The verdict with the accepted nodes as path: they have depths 0, 1, 2, ..."""
     depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
     on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
     length_B = accepted_BN.sum(-1)
@@ -128,7 +129,7 @@ def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tens
 
 
 def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
-    """AssertionError where two candidates have one parent and one token; on a GPU it comes later, as nothing waits for it."""
+    """Assert that no two candidates have the same parent and the same token. On a GPU the error appears later, as nothing waits for it."""
     same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
     both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
     duplicate = (same_BNN & both_BNN).triu(1).any()

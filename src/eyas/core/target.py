@@ -1,15 +1,18 @@
-"""The target: any unmodified Hugging Face causal language model, asked for whole trees.
+"""The target: an unmodified causal language model of Hugging Face, run over whole draft trees.
 
-`Target` wraps the model and never changes: head, embedding, features of chosen layers. `TargetSession` holds B rows of keys and values:
+`Target` wraps the model; it holds no state of requests. `TargetSession` holds the KV cache of B rows:
 
-    prefill(row, tokens) -> logits of the last one           forward(tokens_BN, tree) -> Seen           commit(verdict)
-    and, for a model that drafts: extend(tokens_BQ, ...) -> Seen, level by level; advance(count_B)
+    prefill(row, tokens) -> logits of the last token     forward(tokens_BN, tree) -> TargetOutput     commit(verdict)
 
-The model gets a 4-D mask, position_ids and our cache as past_key_values; nothing of it is patched. Features are read by hooks that exist
-only during the forward. This module knows no method and no sampling.
+and for a target that serves as a draft model:
 
-Letters: B rows, R rows of a forward, N nodes, Q new nodes of T in all, T tokens, F feature width, D hidden, V vocabulary, W width of the
-cache in use.
+    extend(tokens_BQ, ...) -> TargetOutput, one level of a tree     advance(count_B)
+
+A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a 4-D mask, position_ids and our cache as past_key_values.
+The model is not patched, and features are read by hooks that exist only during the forward. This module knows no method and no sampling.
+
+Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes, the last of these T, F feature width,
+D hidden, V vocabulary, W width of the cache in use.
 """
 
 from __future__ import annotations
@@ -45,19 +48,19 @@ OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, posit
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """One forward: Q new nodes of R rows, in the slots behind the committed ones and T - Q earlier nodes."""
+    """The input of one forward: Q new nodes in each of R rows, in the slots behind the committed tokens and T - Q earlier nodes."""
 
     target: Target
     tokens_RQ: Tensor  # int64
     position_RQ: Tensor  # int64
-    length_R: Tensor  # int64; committed slots
-    depth_RT: Tensor  # int64; of all T nodes behind them
-    visible_RQT: Tensor  # bool; which of those each new node sees
-    cache: KVCache  # told already where the nodes go
-    span: slice  # the rows of the cache
-    width: int  # slots that may be in use
-    feature_layers: tuple[int, ...]  # features
-    last_only: bool  # logits of the last node only
+    length_R: Tensor  # int64; number of committed tokens
+    depth_RT: Tensor  # int64; depth of all T nodes behind them
+    visible_RQT: Tensor  # bool; which of the T nodes each new node attends to
+    cache: KVCache  # `KVCache.at` has been called for this forward
+    span: slice  # which rows of the cache the R rows are
+    width: int  # upper bound of the slots in use
+    feature_layers: tuple[int, ...]  # hidden states to return (`Target.tap`)
+    last_only: bool  # only the logits of the last node are needed
 
 
 class Runner(Protocol):
@@ -115,11 +118,11 @@ class Target:
         self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
-        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # rows: ids that it can read
+        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # embed_rows: number of token ids with an embedding
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self.run: Runner = ModelRunner()
-        self.draft_weights = "exact"  # of nets that draft for it; "fp8", "int4": rounded
+        self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
@@ -129,7 +132,7 @@ class Target:
     ) -> Target:
         """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
 
-        `role`: what errors call it.
+        `role`: the name of the model in error messages.
         """
         place = torch.device(pick_device(device))
         model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role)
@@ -142,16 +145,16 @@ class Target:
             raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
 
     def _probe(self) -> tuple[Layout, int, bool]:
-        """Two tokens through the model: what each layer stores, V, and whether our head gives the model's own logits."""
+        """Run the model on two tokens: (sizes that each layer caches, V, whether `head` reproduces the model's logits)."""
         cache, ids = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         with torch.no_grad(), self.tap((self.num_layers,)) as features:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-        mine = self.head(features())
-        exact = mine.shape == logits.shape and torch.allclose(mine.float(), logits.float(), rtol=1e-2, atol=1e-3)
+        head_logits = self.head(features())
+        exact = head_logits.shape == logits.shape and torch.allclose(head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3)
         return layout_of(cache), logits.shape[-1], bool(exact)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> what enters the first layer [..., D] (without learned positions)."""
+        """ids [...] -> input of the first layer [..., D] (without learned position embeddings)."""
         return families.embed(self.family, ids)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -160,9 +163,11 @@ class Target:
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
-        """During the `with`, forwards leave the wanted features, side by side, to be fetched by the value of the `with`.
+        """Within this context, forwards of the model record features. Yields a function that returns those of the last forward.
 
-        k = Hugging Face's hidden_states[k], the input of layer k; L (the number of layers) = after the final norm.
+        Args:
+            feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the input of layer k; L (the number of
+                layers) = after the final norm.
         """
         caught: dict[int, Tensor] = {}
 
@@ -190,13 +195,13 @@ class Target:
 
     @torch.no_grad()
     def encode(self, tokens_RT: Tensor, feature_layers: Sequence[int]) -> Tensor:
-        """Features [R, T, F] of whole sequences, causal, without cache or logits. Right padding does no harm."""
+        """Features [R, T, F] of whole sequences, without a cache and without logits. Sequences may be padded on the right."""
         with self.tap(feature_layers) as features:
             self.family.base(input_ids=tokens_RT, use_cache=False)
             return features()
 
     def fingerprint(self) -> str:
-        """A short name of these weights: a hash of all shapes, and sums over a few of them. Heads that we write carry it."""
+        """A short identification of the weights: a hash of all shapes, and sums over a few weights. It is saved with draft heads."""
         weights = [(name, weight) for name, weight in sorted(self.model.named_parameters()) if weight.ndim == 2]
         shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
         sums = []
@@ -207,7 +212,7 @@ class Target:
         return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
 
     def is_named(self, fingerprint: str) -> bool:
-        """Whether that is the fingerprint of these weights, up to the rounding of dtypes."""
+        """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
         shapes, _, sums = fingerprint.partition(":")
         mine, _, my_sums = self.fingerprint().partition(":")
         try:
@@ -218,7 +223,7 @@ class Target:
 
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
-        """Where NaN first appears for this sequence; for the error message."""
+        """Where NaN first appears in a forward over these ids, in words for an error message."""
         places = ["in the embeddings", *(f"after layer {k}" for k in range(self.num_layers - 1)), "in the last layer or the final norm"]
         bad = [False] * len(places)
 
@@ -238,12 +243,12 @@ class Target:
         return places[bad.index(True)] if any(bad) else "in the lm_head"
 
     def nan_error(self, ids: Sequence[int]) -> ModelError:
-        """The error for NaN logits of this sequence: it says where NaN appears first."""
+        """The error for NaN logits after these ids; its message says where NaN appears first."""
         where = self.first_bad_layer(ids)
         return ModelError(f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32")
 
     def run_with(self, runner: Runner) -> Target:
-        """The same target, its forwards run by `runner`."""
+        """A copy of the target whose forwards are run by `runner`; the model is shared."""
         other = copy(self)
         other.run = runner
         return other
@@ -253,16 +258,16 @@ class Target:
 
 
 class TargetSession:
-    """B rows of committed tokens. Rows may be filled, advanced and emptied independently of each other."""
+    """The KV cache of B rows, and how many tokens of each row are committed. Rows are filled, advanced and emptied independently."""
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
         self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-        self.lengths = [0] * rows  # the host's copy
+        self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `settle`
 
     def reserve(self, tokens: int) -> None:
-        """Room for that many tokens a row, before a request starts; FitError, with the bytes, when memory does not hold them."""
+        """Allocate slots for that many tokens per row, before a request starts; FitError, with the bytes, if memory is too small."""
         try:
             self.cache.reserve(tokens)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -272,7 +277,7 @@ class TargetSession:
             ) from error
 
     def check_fit(self, prompt: int, new: int) -> None:
-        """FitError, with the numbers, when prompt and new tokens exceed the context."""
+        """FitError, with the numbers, if prompt and new tokens exceed the context."""
         context, reason = self.target.context, self.target.family.context_reason
         why = f" ({reason})" if reason else ""
         if prompt >= context:
@@ -285,7 +290,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None) -> Tensor:
-        """Append tokens to a row, in chunks; returns the logits [V] of the last one. Memory for one chunk only, whatever the length."""
+        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token."""
         assert tokens, "at least one token"
         logits_V = None
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -304,17 +309,17 @@ class TargetSession:
 
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree) -> TargetOutput:
-        """One pass over every row's tree. Nothing is committed."""
-        reach = max(tree.nodes, tree.max_depth + 1)  # commit writes as many slots as the longest path has
+        """One forward over the trees of all rows. Nothing is committed."""
+        reach = max(tree.nodes, tree.max_depth + 1)  # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
         return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
 
     @torch.inference_mode()
     def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor) -> TargetOutput:
-        """One pass over Q new nodes, in the slots behind the T - Q nodes that earlier calls left there uncommitted. Nothing is committed.
+        """One forward over Q new nodes, in the slots behind the T - Q uncommitted nodes of earlier calls. Nothing is committed.
 
         Args:
-            depth_BT: int64; of all T nodes; 0 is the position behind the committed tokens.
-            visible_BQT: bool; which of the T nodes each new node sees.
+            depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed tokens.
+            visible_BQT: bool; which of the T nodes each new node attends to.
         """
         return self._run(slice(0, self.rows), tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
 
@@ -324,7 +329,7 @@ class TargetSession:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[span]
         self.cache.at(span, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
-        # Nodes past the context can never be emitted; they only need a position that exists.
+        # Nodes past the context are never emitted, but the model needs a valid position for them.
         position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
         work = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, width, self.feature_layers, last_only
@@ -333,21 +338,21 @@ class TargetSession:
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
-        """Keep the accepted nodes of the active rows; the rest of the tree is forgotten."""
+        """Commit the accepted nodes of the active rows; the slots of other nodes are free again."""
         self.cache.commit(self.length_B, verdict.path_BP)
         self.length_B = self.length_B + verdict.length_B * active_B
 
     @torch.inference_mode()
     def advance(self, count_B: Tensor, most: Sequence[int]) -> None:
-        """Keep the first `count_B` nodes of each row where they are a chain, whose slots are right as they are.
+        """Commit the first `count_B` nodes of each row. They must be a chain: its nodes are in consecutive slots already.
 
-        `most`: what the host knows of the rows' new lengths: no row has more.
+        `most`: upper bounds of the new lengths, known to the host.
         """
         self.length_B = self.length_B + count_B
         self.lengths = list(most)
 
     def settle(self, lengths: Sequence[int]) -> None:
-        """The host learns the rows' lengths, after the cycle's one transfer."""
+        """Set the host's copy of the lengths, which it reads after each cycle."""
         self.lengths = list(lengths)
 
     def keep(self, row: int, length: int) -> None:
@@ -391,7 +396,7 @@ class ModelRunner:
 
 
 def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
-    """Additive float masks, which every backend that takes a tree understands; windows count positions, not slots."""
+    """Additive float masks, which all attention backends that support a 4-D mask accept. Sliding windows count positions, not slots."""
     family, length_R, visible_RQT, width = work.target.family, work.length_R, work.visible_RQT, work.width
     allowed_RQW = slot_mask(length_R, visible_RQT, width)
 

@@ -1,14 +1,17 @@
-"""What all EAGLE methods share: a one-layer net over pairs (feature of token t, token t+1), and the session that feeds it.
+"""The base of all EAGLE methods: a one-layer net over pairs, and the session that runs it in every cycle.
 
-After the prompt and after each cycle the net reads the newly committed pairs with the target's true
-features; in the tree it reads its own output. Slots of the tree never stay in its cache. As the net has a
-single layer, a committed pair only needs its key and value: a prompt is read without any attention.
+Pair t is (feature of token t, token t+1). With it the net predicts token t+2.
 
-With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their index
-in the cache.
+    prefill   the net stores keys and values of the prompt's pairs. It has one layer, so that needs no attention. The last feature
+              waits ("pending"): its pair needs the first new token, which is not drawn yet
+    draft     the net reads the pending pairs, with the target's features; its output at the newest one predicts the tokens after
+              the root. Then the tree is grown: at its nodes the net reads its own output in place of features
+    commit    features and tokens of the accepted path become pending; the keys and values of tree nodes are overwritten later
 
-Letters: B rows, P nodes on the longest path, Q nodes of a level, T tokens or slots, D hidden, F feature
-width, C slots of a full window.
+With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their index in the cache.
+
+Letters: B rows, R rows of a forward, P nodes on the longest path, Q nodes of a level, N pairs, T tokens or slots, D hidden, F feature
+width.
 """
 
 from __future__ import annotations
@@ -35,20 +38,21 @@ from eyas.nn import Compiled, LayerShape, rope_frequencies
 __all__ = ["DynamicEagle", "EagleMethod", "EagleNet", "EagleSession", "Window"]
 
 CROPS = ("halves", "last", "none")
-MARGIN = 256  # slots behind the committed ones that are enough for most trees
+MARGIN = 256  # slots that a recorded cycle reserves behind the committed ones: enough for most trees
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the draft's cache keeps of a long text (SEAGLE, section 3)."""
+    """Options of the draft's window: the part of a long text that its cache keeps (SEAGLE, section 3)."""
 
     size: int | None = None
-    """Last pairs that the draft sees, without the sinks; none: all (seagle: what the head was
+    """Last pairs that the draft sees, without the sinks; none: all (seagle: as many as the head was
     trained on)."""
     sink: int = 4
-    """First pairs, which the draft always sees."""
+    """First pairs, which the draft always sees (attention sinks)."""
     crop: Literal["halves", "last", "none"] = "halves"
-    """Of a prompt longer than the window: first and last half, last part, or all."""
+    """What the draft reads of a prompt longer than the window: first and last half, last part, or
+    all."""
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -58,35 +62,36 @@ class Window:
 
 
 class EagleNet(Protocol):
-    """What a session asks of a net. `hidden` goes from step to step: EAGLE-1's predicted feature, EAGLE-3's hidden state."""
+    """The interface of EAGLE nets. In the tree each step reads the `hidden` of the step before: EAGLE-1's predicted feature, EAGLE-3's
+    hidden state."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., F] -> hidden [..., D]."""
         ...
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
-        """Put keys and values of these pairs into the cache, and compute nothing else."""
+        """Store the keys and values of pairs in the cache, without computing an output."""
         ...
 
     def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
-        """The net's output [R, N, D] at these pairs, which enter the cache too."""
+        """The net's output [R, N, D] at pairs, whose keys and values are stored in the cache too."""
         ...
 
 
 class EagleMethod(Drafter):
-    """A one-layer net over pairs, for one target."""
+    """The base of EAGLE methods: a one-layer net over pairs, for one target."""
 
     needs_weights = True
     trainable = True
     shape: LayerShape
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
     embed_tokens: Tensor | None = None  # the head's embedding table where it differs from the target's
-    default_window: ClassVar[bool] = False
-    trained_window: int | None = None  # pairs that the layer saw in training, where it did not see all
+    default_window: ClassVar[bool] = False  # whether the method has a window without `window.size`
+    trained_window: int | None = None  # size of the window that the net was trained with; None: without a window
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of a new head with these options, without making one."""
+        """The `train_feature_layers` of a new head with these options; no head is made."""
         return (target.num_layers,)
 
     @property
@@ -96,7 +101,7 @@ class EagleMethod(Drafter):
     @property
     @abstractmethod
     def shape_weight(self) -> Tensor:
-        """Any weight of the net."""
+        """Any weight of the net: it has the net's dtype."""
 
     @property
     @abstractmethod
@@ -109,18 +114,18 @@ class EagleMethod(Drafter):
 
     @abstractmethod
     def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
-        """The tree of a cycle."""
+        """Grow the draft tree of one cycle."""
 
     @cached_property
     def grower(self) -> TreeGrower | None:
-        """Grows a whole dynamic tree at once, where the target's runner knows how."""
+        """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
         if self.window():
             return None
         return self.target.run.ops.grower(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's step (net, hidden, embeddings, positions, cache), where layers are compiled by torch."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing."""
         backend = self.target.run.backend
         return None if backend is None else Compiled(type(self.decoding).forward, backend, "the draft's layer")
 
@@ -129,7 +134,11 @@ class EagleMethod(Drafter):
 
     @classmethod
     def check_window(cls, window: Window, trained: int | None = None) -> None:
-        """OptionError for window options without effect: they need a window, by `window.size`, the method or the head (`trained`)."""
+        """OptionError for window options that have no effect, because neither `window.size` nor the method nor the head gives a window.
+
+        Args:
+            trained: size of the window with which the head was trained.
+        """
         default = Window()
         has_window = bool(trained) or cls.default_window
         idle = ["window.sink"] if window.sink != default.sink and (trained or not has_window) else []
@@ -188,10 +197,10 @@ class DynamicEagle(EagleMethod):
 
 
 class EagleSession(DraftSession):
-    """Rows of the draft's cache. Without a window slot t holds pair t: (feature of token t, token t+1).
+    """The draft's cache of B rows, and the pending pairs. Without a window, slot t of a row holds pair t.
 
-    `pending` are committed tokens and their features that the net has not read yet; the token after the
-    last of them is the coming root. `draft` reads them, then grows the tree.
+    Pending are the committed tokens, with their features, whose pairs the net has not read yet. The second token of the newest pending
+    pair is the root of the next cycle.
     """
 
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
@@ -204,33 +213,33 @@ class EagleSession(DraftSession):
         self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
-        self.pairs_B = torch.zeros_like(self.length_B)  # pairs read, those outside the window included
-        self.bound = [0] * rows  # with a window: upper bound of the slots in use, known to the host
-        self.skipped: list[tuple[int, int]] = [(0, 0)] * rows  # pairs [begin, end) of the prompt that a window leaves unread
+        self.pairs_B = torch.zeros_like(self.length_B)  # pairs before the next one to read, including those that the window has lost
+        self.bound = [0] * rows  # with a window: upper bound of `length_B`, known to the host
+        self.skipped: list[tuple[int, int]] = [(0, 0)] * rows  # pairs [begin, end) of the prompt that are not read because of the window
         width = target.hidden_size * len(drafter.feature_layers)
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
-        self.pending_B = torch.zeros_like(self.length_B)
+        self.pending_B = torch.zeros_like(self.length_B)  # number of pending pairs
         names = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
 
     def capturable(self, cycle: CycleInput) -> Capturable | None:
-        if self.drafter.samples_children and not cycle.noise.all_greedy:  # verification of sampled children reads values on the host
+        if self.drafter.samples_children and not cycle.noise.all_greedy:  # verification of drawn children reads values on the host
             return None
-        max_tree, held = self.drafter.max_tree, cycle.max_position
+        max_tree, length = self.drafter.max_tree, cycle.max_position
         if self.window:
-            if max(self.bound) > sum(self.window):  # a prompt that was read whole
+            if max(self.bound) > sum(self.window):  # a prompt that was read without cropping fills more slots than a window has
                 return None
-            held = min(held, sum(self.window))
-            self.bound = [held] * self.rows  # as if every row had that length: then all rows are trimmed in each cycle, or none is
+            length = min(length, sum(self.window))
+            self.bound = [length] * self.rows  # a recording serves all rows: either it trims every row in each cycle, or none
         tree_slots = self.drafter.longest_path + (max_tree.depth * max_tree.branch if max_tree else 0)
-        self.cache.reserve(held + max(MARGIN, tree_slots))
+        self.cache.reserve(length + max(MARGIN, tree_slots))
         return Capturable(self, self.state, self.cache.addresses, self.cache.stores if self.window else ())
 
     # --- rows come and go
 
     def keep(self, row: int, length: int) -> int:
-        """Pair m-1 holds token m. So the pairs before the last of `length` equal tokens stay, unless the window has lost some of them."""
+        """Keep the first `length` - 1 pairs, as pair t needs token t+1; no pair if the window has lost some of them."""
         slots, pairs = int(self.length_B[row]), int(self.pairs_B[row])
         kept = max(0, min(pairs, length - 1))
         kept_slots = slots - (pairs - kept)
@@ -241,7 +250,7 @@ class EagleSession(DraftSession):
         return kept
 
     def begin(self, row: int, kept: int, total: int) -> None:
-        """Decide which pairs of the prompt are read: all, or with a window that they overflow the first and last, or the last."""
+        """Decide which pairs of the prompt are read: all, or with a window that is too short for them, as the option `crop` says."""
         self.end(row, kept)
         self.skipped[row] = (total, total)
         slots = int(self.length_B[row])
@@ -258,7 +267,7 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """Remember the pending pairs and the chunk's. Its last feature is pending: the pair needs the next token."""
+        """Store the keys and values of the pending pairs and of the chunk's. The chunk's last feature becomes pending."""
         pending = int(self.pending_B[row])
         first, ids_T, features_NF = position, tokens_T[1:], features_TF[:-1]
         if pending:
@@ -268,8 +277,8 @@ class EagleSession(DraftSession):
         for begin, end in self._read_ranges(row, first, first + len(ids_T)):
             part, T = slice(begin - first, end - first), end - begin
             slot_1T = self.length_B[row : row + 1, None] + torch.arange(T, device=ids_T.device)
-            held = self.bound[row] if self.window else begin
-            self.cache.at(slice(row, row + 1), _always(slot_1T), held + T)
+            used = self.bound[row] if self.window else begin
+            self.cache.at(slice(row, row + 1), _always(slot_1T), used + T)
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features_NF[None, part])))
             self.net.remember(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T
@@ -281,7 +290,7 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 1
 
     def _read_ranges(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of the pairs first .. end-1 that are read."""
+        """The ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
         skip_begin, skip_end = self.skipped[row]
         for begin, stop in ((first, min(end, skip_begin)), (max(first, skip_end, skip_begin), end)):
             if begin < stop:
@@ -300,7 +309,7 @@ class EagleSession(DraftSession):
         self.pending_B = verdict.length_B.clone()
 
     def growth(self, cycle: CycleInput) -> Growth:
-        """The net at the beginning of a cycle; the levels of the tree get slots behind the committed ones."""
+        """The functions that grow the tree of this cycle. The nodes of the tree get the slots behind the committed ones, level by level."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
@@ -313,7 +322,10 @@ class EagleSession(DraftSession):
         return Growth(read, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
 
     def _catch_up(self, cycle: CycleInput) -> Tensor:
-        """Read the pending pairs, padded to the longest path so that shapes stay fixed; the net's output [B, D] at the newest pair."""
+        """Read the pending pairs; returns the net's output [B, D] at the newest one.
+
+        They are padded to the longest path, so that shapes do not depend on values.
+        """
         P = self.pending_BPF.shape[1]
         order_P = torch.arange(P, device=cycle.tokens_B.device)
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
@@ -329,7 +341,7 @@ class EagleSession(DraftSession):
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _at_once(self, cycle: CycleInput, tree: DynamicTree) -> Draft | None:
-        """Read what is pending and grow a dynamic tree at once, where the runner knows how."""
+        """Read the pending pairs and grow a dynamic tree in one call; None if the runner cannot."""
         grower, P = self.drafter.grower, self.pending_BPF.shape[1]
         if grower is None or not grower.suits(cycle):
             return None
@@ -343,9 +355,13 @@ class EagleSession(DraftSession):
         return draft
 
     def _read(self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, slots: int) -> Tensor:
-        """One forward of the net. Positions (`offset`), slots and visible slots are relative to the rows' lengths.
+        """One forward of the net.
 
-        slots: upper bound of the slots in use afterwards.
+        Args:
+            offset_BN: positions, relative to `length_B`.
+            visible_BNT: which of the T slots behind the committed ones each input attends to.
+            slot_BN: slots to store keys and values in, relative to `length_B`.
+            slots: upper bound of the slots in use afterwards.
         """
         begin_B1 = self.length_B[:, None]
         self.cache.at(slice(0, self.rows), lambda: begin_B1 + slot_BN, slots)
@@ -376,7 +392,7 @@ class EagleSession(DraftSession):
             self.bound = [min(bound, full) for bound in self.bound]
 
     def _max_slots(self, cycle: CycleInput) -> int:
-        """Upper bound of the committed slots of any row."""
+        """Upper bound of `length_B`, known to the host."""
         return min(max(self.bound), cycle.max_position) if self.window else cycle.max_position
 
 

@@ -7,11 +7,11 @@ python runs/draw_tree.py "I want to book a table for two in San Jose tonight." -
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 import eyas
+from eyas.bench.trees import Node, draw, tree_lines, tree_nodes
 from eyas.core.engine import Decoder, Step
 
 CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
@@ -33,46 +33,6 @@ STYLE = """
       path.bonus { stroke: #58a6ff }
     }
 """
-
-
-@dataclass(frozen=True)
-class Node:
-    """One token of the picture. The root comes first, a parent before its children."""
-
-    text: str
-    parent: int | None
-    kind: str  # "drafted" | "accepted" | "bonus"
-
-
-def nodes_of(step: Step, tokens: list[str], bonus: str) -> list[Node]:
-    """The nodes of a cycle's tree and, last, the bonus token.
-
-    Args:
-        tokens: text of each node of the draft.
-        bonus: text of the token that the target added.
-    """
-    parents = step.draft.tree.parents_BN[step.row].tolist()
-    kinds = ["accepted" if n in step.path else "drafted" for n in range(len(parents))]
-    drafted = [Node(text, None if p < 0 else p, kind) for text, p, kind in zip(tokens, parents, kinds, strict=True)]
-    return [*drafted, Node(bonus, step.path[-1], "bonus")]
-
-
-def draw_text(nodes: list[Node]) -> list[str]:
-    """One line for each node: `*` marks accepted nodes, `->` the bonus token."""
-    lines = []
-
-    def visit(n: int, indent: str, last: bool) -> None:
-        children = [m for m, node in enumerate(nodes) if node.parent == n and node.kind != "bonus"]
-        mark = "*" if nodes[n].kind == "accepted" else " "
-        branch = "" if n == 0 else "`-- " if last else "|-- "
-        tail = f"   -> {nodes[-1].text}" if nodes[-1].parent == n else ""
-        lines.append(f"{mark} {indent}{branch}{nodes[n].text}{tail}")
-        below = "" if n == 0 else indent + ("    " if last else "|   ")
-        for i, child in enumerate(children):
-            visit(child, below, i == len(children) - 1)
-
-    visit(0, "", True)
-    return lines
 
 
 def draw_svg(nodes: list[Node]) -> str:
@@ -98,15 +58,11 @@ def draw_svg(nodes: list[Node]) -> str:
         top[n] = top[children[n][0]]
 
     place(0)
-    width, height = (
-        max(x + w for x, w in zip(left, widths, strict=True)) + 1,
-        (rows - 1) * ROW + HEIGHT + 2,
-    )
+    width = max(x + w for x, w in zip(left, widths, strict=True)) + 1
+    height = (rows - 1) * ROW + HEIGHT + 2
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"']
-    parts += [
-        '     role="img" aria-label="A draft tree and its accepted path">',
-        f"  <style>{STYLE}  </style>",
-    ]
+    parts.append('     role="img" aria-label="A draft tree and its accepted path">')
+    parts.append(f"  <style>{STYLE}  </style>")
     for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):  # accepted edges on top
         x0, y0 = left[node.parent] + widths[node.parent], top[node.parent] + HEIGHT / 2
         x1, y1 = left[n], top[n] + HEIGHT / 2
@@ -140,12 +96,12 @@ def main() -> None:
         text = llm.tokenizer.decode([token])
         return (text.strip() or repr(text)) if args.svg else repr(text)
 
-    nodes = nodes_of(step, [shown(t) for t in step.draft.tokens_BN[step.row].tolist()], shown(step.tokens[-1]))
+    nodes = tree_nodes(step, shown)
     if args.svg:
         args.svg.parent.mkdir(parents=True, exist_ok=True)
         args.svg.write_text(draw_svg(nodes))
     else:
-        print("\n".join(draw_text(nodes)))
+        print(draw(tree_lines(nodes)))
         print(f"\n{len(step.tokens)} tokens from one forward of the target")
 
 

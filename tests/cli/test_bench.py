@@ -143,8 +143,8 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--simulate-acceptance", "2"), "rates lie between 0 and 1"),
         (("--simulate-acceptance", ""), "takes rates by depth"),
         (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
-        (("--output", "/proc/nowhere"), "cannot write into /proc/nowhere"),
-        (("--compare", "/nowhere", "/nowhere"), "--compare only shows two benches that are done: leave --target out"),
+        (("--output", "/proc/nowhere"), "cannot write /proc/nowhere"),
+        (("--compare", "/nowhere", "/nowhere"), "--compare only shows two finished benches: leave --prompts out"),
     ],
 )
 def test_a_mistake_is_one_line(refused: Refused, bench: tuple[object, ...], arguments: tuple[object, ...], says: str) -> None:

@@ -20,7 +20,7 @@ from eyas.bench.profile import profile
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
-from eyas.bench.trees import deepest_cycle, tree_lines
+from eyas.bench.trees import deepest_cycle, tree_lines, tree_nodes
 from eyas.files import write_text
 
 __all__ = ["summarise", "write", "wrong_texts"]
@@ -147,6 +147,10 @@ def _text(bench: Bench, answer: Answer) -> str:
 
 def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """A cycle of the fastest method on the first prompt; None where nothing is drafted."""
+
+    def text(token: int) -> str:
+        return repr(bench.llm.tokenizer.decode([token])) if bench.llm.tokenizer else str(token)
+
     pooled = {r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]}
     ours = [c for c in _methods(bench.contestants) if c.name != VANILLA and pooled.get(c.name)]
     for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
@@ -156,7 +160,8 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
         except Exception:  # a picture is no reason to lose a bench
             continue
         if step is not None:
-            lines = [list(line) for line in tree_lines(step, bench.llm.tokenizer)]
+            nodes = tree_nodes(step, text)
+            lines = [list(line) for line in tree_lines(nodes)]
             return {"method": contestant.name, "prompt": bench.prompts[0].id, "tokens": len(step.tokens), "lines": lines}
     return None
 

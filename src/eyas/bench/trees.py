@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from eyas.core.engine import Decoder, Request, Step
 from eyas.drafters import Drafter
 
-__all__ = ["Line", "deepest_cycle", "draw", "tree_lines"]
+__all__ = ["Line", "Node", "deepest_cycle", "draw", "tree_lines", "tree_nodes"]
+
+
+class Node(NamedTuple):
+    """A token of the picture. The root comes first, a parent before its children."""
+
+    text: str
+    parent: int | None
+    kind: str  # "drafted" | "accepted" | "bonus", the target's own next token
 
 
 class Line(NamedTuple):
@@ -20,31 +28,38 @@ class Line(NamedTuple):
     bonus: str  # the target's own next token, behind the last accepted node; else empty
 
 
-def tree_lines(step: Step, tokenizer: Any) -> list[Line]:
-    """The nodes of a Step's tree in drawing order; padding is left out."""
+def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
+    """The nodes of a Step's tree without padding, and last the bonus token, if the target added one.
+
+    text: shows a token id.
+    """
     assert step.draft is not None
     tree, tokens_N = step.draft.tree, step.draft.tokens_BN[step.row].tolist()
     parents_N, candidate_N = tree.parents_BN[step.row].tolist(), tree.candidate_BN[step.row].tolist()
-    children: dict[int, list[int]] = {n: [] for n in range(len(parents_N))}
-    for node, parent in enumerate(parents_N):
-        if node and candidate_N[node]:
-            children[parent].append(node)
+    kept = [n for n in range(len(parents_N)) if n == 0 or candidate_N[n]]
+    place = {node: i for i, node in enumerate(kept)}
+    nodes = [Node(text(tokens_N[n]), place.get(parents_N[n]), "accepted" if n in step.path else "drafted") for n in kept]
+    if len(step.tokens) == len(step.path):
+        nodes.append(Node(text(step.tokens[-1]), place[step.path[-1]], "bonus"))
+    return nodes
 
-    def text(token: int) -> str:
-        return repr(tokenizer.decode([token])) if tokenizer is not None else str(token)
 
-    def visit(node: int, lead: str, last: bool) -> Iterator[Line]:
-        branch = "" if node == 0 else "`-- " if last else "|-- "
-        is_end = node == step.path[-1] and len(step.tokens) == len(step.path)
-        yield Line(node in step.path, lead + branch, text(tokens_N[node]), text(step.tokens[-1]) if is_end else "")
-        below = "" if node == 0 else lead + ("    " if last else "|   ")
-        for i, child in enumerate(children[node]):
-            yield from visit(child, below, i == len(children[node]) - 1)
+def tree_lines(nodes: Sequence[Node]) -> list[Line]:
+    """The nodes in drawing order."""
+
+    def visit(n: int, lead: str, last: bool) -> Iterator[Line]:
+        children = [m for m, node in enumerate(nodes) if node.parent == n and node.kind != "bonus"]
+        bonus = nodes[-1].text if nodes[-1].kind == "bonus" and nodes[-1].parent == n else ""
+        branch = "" if n == 0 else "`-- " if last else "|-- "
+        yield Line(nodes[n].kind == "accepted", lead + branch, nodes[n].text, bonus)
+        below = "" if n == 0 else lead + ("    " if last else "|   ")
+        for i, child in enumerate(children):
+            yield from visit(child, below, i == len(children) - 1)
 
     return list(visit(0, "", True))
 
 
-def draw(lines: list[Line]) -> str:
+def draw(lines: Sequence[Line]) -> str:
     """Plain text: accepted nodes are marked with *, the target's own token stands behind ->."""
     return "\n".join(f"{'*' if n.accepted else ' '} {n.lead}{n.token}" + (f"   -> {n.bonus}" if n.bonus else "") for n in lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -20,13 +21,12 @@ from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import progress_bar
-from eyas.cli._workers import Workers, shards_done
 from eyas.errors import InputError, OptionError
-from eyas.files import locked_output, prepare_folder
+from eyas.files import locked_output
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas.train.store import FeatureSettings, FeatureStore, Manifest
+    from eyas.train.store import FeatureStore, Manifest
 
 GROUP = "Heads"
 LARGE_GIB = 10.0
@@ -87,6 +87,7 @@ def command(
 ) -> int:
     """Write a target's features to disk, to train heads from."""
     from eyas.train.store import FeatureStore
+    from eyas.train.workers import Workers
 
     folder = Path(job.output).expanduser()
     if job.verify:
@@ -107,10 +108,13 @@ def command(
             else:
                 del llm  # each worker loads its own
                 _free_memory()
-                with tempfile.TemporaryDirectory() as notes:
-                    Workers(store, todo, count, devices, arguments, Path(notes)).run()
+                with (
+                    tempfile.TemporaryDirectory() as notes,
+                    progress_bar("features", _tokens(store, todo), "tokens") as bar,
+                ):
+                    Workers(store, todo, count, devices, arguments, Path(notes)).run(bar.advance)
         except KeyboardInterrupt:
-            raise Interrupted(f"{shards_done(store)} are whole in {folder}; the same command goes on") from None
+            raise Interrupted(f"{store.progress()} are whole in {folder}; the same command goes on") from None
         if not job.only:
             _report(store)
     return 0
@@ -139,70 +143,26 @@ def _part(text: str) -> tuple[int, int]:
 
 def _planned(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
     """The store to be filled: begun here, or found as this command began it. Tells what it will take, and asks."""
-    from eyas.train.record import versions
-    from eyas.train.store import MANIFEST_FILE, FeatureStore, plan_store
-
-    settings = _settings(llm, job, options)
-    if (folder / MANIFEST_FILE).exists():
-        store = FeatureStore(folder)
-        other = store.settings.differences(settings, llm.target.is_named)
-        if other:
-            raise OptionError(f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or name another folder")
-        _agree(store.manifest, folder, job, [i for i in store.missing() if i % part[1] == part[0]])
-        return store
-    planned = plan_store(settings, read_data(llm, job.data, job.max_length, job.heldout), versions())
-    _agree(planned.manifest, folder, job, range(part[0], len(planned.manifest.shards), part[1]))
-    prepare_folder(folder)
-    with locked_output(folder, part="plan"):
-        if (folder / MANIFEST_FILE).exists():
-            raise InputError(f"another process began {folder} meanwhile: run the same command again, it goes on there")
-        planned.write(folder)
-    return FeatureStore(folder)
-
-
-def _settings(llm: LLM, job: FeatureOptions, options: dict[str, Any]) -> FeatureSettings:
-    from eyas.train.data import data_hash
-    from eyas.train.store import FeatureSettings, tokenizer_identity
+    from eyas.train.feature_plan import chosen_layers, feature_settings, open_or_plan
 
     need_tokenizer(llm)
-    assert llm.tokenizer is not None
-    target = llm.target
-    files = [{"name": Path(path).name, "sha256": data_hash(path)} for path in job.data]
-    dtype = str(target.dtype).removeprefix("torch.")
-    return FeatureSettings(
-        target={"name": target.name, "fingerprint": target.fingerprint(), "dtype": dtype},
-        tokenizer=tokenizer_identity(llm.tokenizer),
-        layers=_layers(llm, job, options),
-        hidden_size=target.hidden_size,
+    settings = feature_settings(
+        llm.target,
+        llm.tokenizer,
+        job.data,
+        chosen_layers(llm.target, job.layers, job.method.split(","), options),
         dtype=job.store_dtype,
-        data={"files": files, "sha256": data_hash(job.data)},
-        max_length=min(job.max_length, target.context),
+        max_length=job.max_length,
         heldout=job.heldout,
         shard_bytes=int(job.shard_mib * 2**20),
     )
+    first, step = part
 
+    def agree(manifest: Manifest, missing: Sequence[int]) -> None:
+        _agree(manifest, folder, job, [i for i in missing if i % step == first])
 
-def _layers(llm: LLM, job: FeatureOptions, options: dict[str, Any]) -> tuple[int, ...]:
-    """The layers of --layers, or those that the methods read in training."""
-    from eyas import drafters
-    from eyas.core.drafter import build_options, flags
-    from eyas.train.features import layers_for_training
-
-    last = llm.target.num_layers
-    if job.layers:
-        try:
-            layers = sorted({int(part) for part in job.layers.split(",")})
-        except ValueError:
-            raise OptionError(f"--layers are whole numbers separated by commas, like 2,8,13,16; got {job.layers!r}") from None
-        if not 0 <= layers[0] <= layers[-1] <= last:
-            raise OptionError(f"--layers are from 0 to {last}, the output of this target's final norm; got {job.layers!r}")
-        return tuple(layers)
-    kinds = [drafters.find(name) for name in job.method.split(",")]
-    known = [flags(kind.Options) for kind in kinds]
-    unknown = {name for name in options if not any(name in names for names in known)}
-    chosen = [{name: options[name] for name in options if name in names or name in unknown} for names in known]
-    built = [(kind, build_options(kind.Options, values)) for kind, values in zip(kinds, chosen, strict=True)]
-    return layers_for_training(llm.target, built)
+    data = functools.partial(read_data, llm, job.data, job.max_length, job.heldout)
+    return open_or_plan(folder, settings, data, llm.target.is_named, agree)
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:
@@ -241,8 +201,7 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
     """Make these shards in this process."""
     from eyas.train.features import write_features
 
-    total = sum(store.manifest.shards[i].tokens for i in todo)
-    with progress_bar("features", total, "tokens", hidden=bool(job.only)) as bar:
+    with progress_bar("features", _tokens(store, todo), "tokens", hidden=bool(job.only)) as bar:
 
         def on_batch(tokens: int) -> None:
             bar.advance(tokens)
@@ -252,12 +211,16 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
         write_features(store, llm.target, todo, job.batch_tokens, on_batch)
 
 
+def _tokens(store: FeatureStore, shards: Sequence[int]) -> int:
+    return sum(store.manifest.shards[i].tokens for i in shards)
+
+
 def _report(store: FeatureStore) -> None:
     gib = sum(shard.bytes for shard in store.manifest.shards) / 2**30
     if store.finish():
-        note(f"{store.folder} is complete: {shards_done(store)}, {store.manifest.tokens:,} tokens, {gib:,.2f} GiB")
+        note(f"{store.folder} is complete: {store.progress()}, {store.manifest.tokens:,} tokens, {gib:,.2f} GiB")
     else:
-        note(f"this part is done; {shards_done(store)} are in {store.folder}, the rest is for other parts")
+        note(f"this part is done; {store.progress()} are in {store.folder}, the rest is for other parts")
 
 
 def _verify(store: FeatureStore) -> int:
@@ -268,5 +231,5 @@ def _verify(store: FeatureStore) -> int:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise InputError("; also ".join(problems[:3]) + more)
     store.finish()
-    note(f"{store.folder}: {shards_done(store)} are there, and every checksum is right")
+    note(f"{store.folder}: {store.progress()} are there, and every checksum is right")
     return 0

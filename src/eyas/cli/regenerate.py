@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,10 +178,10 @@ class _Run:
     def answer(self) -> None:
         from eyas.train.regenerate import Regenerated, regenerate
 
-        assert self.llm.tokenizer is not None
+        llm, counts = self.llm, self.counts
+        assert llm.tokenizer is not None
         todo = self._todo()
-        rows = self.job.rows or ROWS.get(self.llm.target.device.type, 16)
-        counts = self.counts
+        rows = min(self.job.rows or ROWS.get(llm.target.device.type, 16), max(1, len(todo)))
         try:
             with progress_bar("answering", len(todo)) as bar:
                 counts.began = time.monotonic()
@@ -190,15 +190,8 @@ class _Run:
                     counts.tokens += tokens
                     bar.show(counts.done, f"{counts.tokens_per_second:,.0f} tokens/s, tau {counts.tau:.2f}")
 
-                answers = regenerate(
-                    self.llm.drafter,
-                    self.llm.tokenizer,
-                    self.llm.eos,
-                    self._conversations(todo),
-                    self.config,
-                    max(1, min(rows, len(todo))),
-                    on_step,
-                )
+                conversations = self._conversations(todo)
+                answers = regenerate(llm.drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
                 for outcome in answers:
                     if isinstance(outcome, Regenerated):
                         self._write(outcome)
@@ -245,20 +238,18 @@ class _Run:
 
     def _write(self, answered: Regenerated) -> None:
         conversation, counts = answered.conversation, self.counts
-        name = {"id": conversation.id} if conversation.id is not None else {}
-        ended = {"ended": answered.ended} if answered.ended else {}
-        self.results.write(
-            {
-                **conversation.line.key,
-                **name,
-                "source": conversation.line.where,
-                "messages": answered.messages,
-                "finish": list(answered.finish),
-                "tokens": list(answered.tokens),
-                **ended,
-                "by": {**self.target, **self.settings},
-            }
-        )
+        fields = {
+            **conversation.line.key,
+            "id": conversation.id,
+            "source": conversation.line.where,
+            "messages": answered.messages,
+            "finish": list(answered.finish),
+            "tokens": list(answered.tokens),
+            "ended": answered.ended,
+            "by": {**self.target, **self.settings},
+        }
+        absent = [name for name in ("id", "ended") if fields[name] in (None, "")]
+        self.results.write({name: value for name, value in fields.items() if name not in absent})
         counts.conversations += 1
         counts.replies += len(answered.finish)
         counts.cut += answered.finish.count("length")
@@ -293,17 +284,6 @@ class _Run:
             + "".join(f"; {value:,} {name}" for name, value in remarks.items() if value)
         )
         if self.job.as_json:
-            names: Sequence[str] = (
-                *(
-                    "conversations",
-                    "replies",
-                    "tokens",
-                    "cut",
-                    "shortened",
-                    "dropped",
-                    "bad",
-                    "there",
-                ),
-                *("tau", "tokens_per_second"),
-            )
-            print(json.dumps({**{name: getattr(counts, name) for name in names}, "output": self.results.path}))
+            names = "conversations replies tokens cut shortened dropped bad there tau tokens_per_second"
+            report = {name: getattr(counts, name) for name in names.split()}
+            print(json.dumps({**report, "output": self.results.path}))

@@ -134,6 +134,11 @@ class FeatureStore:
             return f"{path} belongs to other features than {MANIFEST_FILE} beside it"
         return ""
 
+    def progress(self) -> str:
+        """How many shards are whole, for people."""
+        total = len(self.manifest.shards)
+        return f"{total - len(self.missing())} of {total} shards"
+
     def missing(self) -> list[int]:
         """The shards that are missing or not whole."""
         return [shard for shard in range(len(self.manifest.shards)) if self.fault(shard)]

@@ -6,24 +6,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from eyas.cli._show import progress_bar
 from eyas.errors import EyasError
+from eyas.train.store import FeatureStore
 
-if TYPE_CHECKING:
-    from eyas.train.store import FeatureStore
+__all__ = ["Workers"]
+
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20
-
-
-def shards_done(store: FeatureStore) -> str:
-    """How many shards are whole, for people."""
-    total = len(store.manifest.shards)
-    return f"{total - len(store.missing())} of {total} shards"
 
 
 class Workers:
@@ -51,35 +44,29 @@ class Workers:
         self.processes = [self._start(todo[k::count], devices[k % len(devices)], path) for k, path in enumerate(self.notes)]
 
     def _start(self, shards: Sequence[int], device: str, notes: Path) -> subprocess.Popen[bytes]:
-        part = [
-            "--only",
-            ",".join(map(str, shards)),
-            "--of",
-            str(os.getpid()),
-            "--device",
-            device,
-            "--workers",
-            "1",
-            "--yes",
-        ]
+        only = ",".join(map(str, shards))
+        parent = ("--of", str(os.getpid()))
+        part = ["--only", only, *parent, "--device", device, "--workers", "1", "--yes"]
         environment = dict(os.environ)
         if device in ("cpu", "auto"):
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         with notes.open("wb") as stderr:
             return subprocess.Popen([*self.command, *part], stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
 
-    def run(self) -> None:
-        """Wait for all of them. EyasError when one did not do its part."""
+    def run(self, on_tokens: Callable[[int], None]) -> None:
+        """Wait for all of them. EyasError when one did not do its part.
+
+        on_tokens: called with the tokens of each shard that is made.
+        """
         shards, missing = self.store.manifest.shards, list(self.todo)
         try:
-            with progress_bar("features", sum(shards[i].tokens for i in missing), "tokens") as bar:
-                running = True
-                while running:
-                    running = any(process.poll() is None for process in self.processes)
-                    for shard in [i for i in missing if not self.store.fault(i)]:
-                        missing.remove(shard)
-                        bar.advance(shards[shard].tokens)
-                    time.sleep(POLL_SECONDS * running)
+            running = True
+            while running:
+                running = any(process.poll() is None for process in self.processes)
+                for shard in [i for i in missing if not self.store.fault(i)]:
+                    missing.remove(shard)
+                    on_tokens(shards[shard].tokens)
+                time.sleep(POLL_SECONDS * running)
         except KeyboardInterrupt:
             self._stop()
             raise
@@ -89,7 +76,7 @@ class Workers:
                 last = lines[-1] if lines else f"ended by signal {-process.returncode}"
                 raise EyasError(
                     f"worker {number} of {len(self.processes)}: {last.removeprefix('eyas: error: ')}; "
-                    f"{shards_done(self.store)} are whole; run the same command again, it goes on"
+                    f"{self.store.progress()} are whole; run the same command again, it goes on"
                 )
 
     def _stop(self) -> None:

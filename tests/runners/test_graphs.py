@@ -235,7 +235,7 @@ def test_drafts_in_fp8(name: str) -> None:
         tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
         drafts.append([s.draft.score_BN for s in steps if s.draft is not None])
-        rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding.modules())
+        rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding_net.modules())
     assert rounded
     assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*drafts, strict=False))
 

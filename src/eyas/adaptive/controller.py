@@ -95,10 +95,10 @@ class AdaptiveController:
         self._seconds: dict[int, Array] = {}
         self._states: dict[int, BatchState] = {}
 
-    def decide(self, cycle: CycleInput) -> Decision:
+    def decide(self, cycle_input: CycleInput) -> Decision:
         """What the cycle that begins here shall do."""
-        rows = cycle.active_rows
-        if self.samples_children and any(not cycle.sampling[b].greedy for b in rows):
+        rows = cycle_input.active_rows
+        if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(why=SAMPLED)
         state = self._state(len(rows))
         arm = state.bandit.playing

@@ -176,7 +176,7 @@ class Drafter(ABC):
         return False
 
     @cached_property
-    def decoding(self) -> Any:
+    def decoding_net(self) -> Any:
         """The net for decoding: `net` itself, or the version of the target's runner, which may be faster, or rounded on request."""
         return None if self.net is None else self.target.run.ops.draft_net(self.net, self.target.draft_weights)
 

@@ -113,7 +113,7 @@ class EagleMethod(Drafter):
         """The net's output [..., D] -> logits [..., V or v]."""
 
     @abstractmethod
-    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
+    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
         """Grow the draft tree of one cycle."""
 
     @cached_property
@@ -121,13 +121,13 @@ class EagleMethod(Drafter):
         """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
         if self.window():
             return None
-        return self.target.run.ops.grower(self.target, self.decoding, self.embed_tokens, self.draft_ids_v)
+        return self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
         """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing."""
         backend = self.target.run.backend
-        return None if backend is None else Compiled(type(self.decoding).forward, backend, "the draft's layer")
+        return None if backend is None else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -189,8 +189,8 @@ class DynamicEagle(EagleMethod):
     def samples_children(self) -> bool:
         return False
 
-    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
-        return grow_dynamic(growth, cycle, self.options.tree)
+    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+        return grow_dynamic(growth, cycle_input, self.options.tree)
 
     def describe(self) -> dict[str, Any]:
         return {**self.options.tree.describe(), **EagleMethod.describe(self)}
@@ -209,7 +209,7 @@ class EagleSession(DraftSession):
         self.rows = rows
         self.window = drafter.window()
         self.crop = drafter.options.window.crop
-        self.net: EagleNet = drafter.decoding
+        self.net: EagleNet = drafter.decoding_net
         self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
@@ -223,10 +223,10 @@ class EagleSession(DraftSession):
         names = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
 
-    def capturable(self, cycle: CycleInput) -> Capturable | None:
-        if self.drafter.samples_children and not cycle.noise.all_greedy:  # verification of drawn children reads values on the host
+    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        if self.drafter.samples_children and not cycle_input.noise.all_greedy:  # verification of drawn children reads values on the host
             return None
-        max_tree, length = self.drafter.max_tree, cycle.max_position
+        max_tree, length = self.drafter.max_tree, cycle_input.max_position
         if self.window:
             if max(self.bound) > sum(self.window):  # a prompt that was read without cropping fills more slots than a window has
                 return None
@@ -298,8 +298,8 @@ class EagleSession(DraftSession):
 
     # --- the cycle
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        return self.drafter.grow(self.growth(cycle), cycle)
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        return self.drafter.grow(self.growth(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         path_BP = verdict.path_BP.clamp(min=0)
@@ -308,49 +308,49 @@ class EagleSession(DraftSession):
         self.pending_tokens_BP = verdict.tokens_BP
         self.pending_B = verdict.length_B.clone()
 
-    def growth(self, cycle: CycleInput) -> Growth:
+    def growth(self, cycle_input: CycleInput) -> Growth:
         """The functions that grow the tree of this cycle. The nodes of the tree get the slots behind the committed ones, level by level."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
             slot_BQ = torch.arange(T - Q, T, device=tokens_BQ.device).expand(B, Q)
             offset_BQ = torch.full_like(tokens_BQ, level)
-            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._max_slots(cycle) + T)
+            return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._max_slots(cycle_input) + T)
 
-        read = lambda: self._catch_up(cycle)  # noqa: E731
-        at_once = lambda tree: self._at_once(cycle, tree)  # noqa: E731
+        read = lambda: self._catch_up(cycle_input)  # noqa: E731
+        at_once = lambda tree: self._at_once(cycle_input, tree)  # noqa: E731
         return Growth(read, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
 
-    def _catch_up(self, cycle: CycleInput) -> Tensor:
+    def _catch_up(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending pairs; returns the net's output [B, D] at the newest one.
 
         They are padded to the longest path, so that shapes do not depend on values.
         """
         P = self.pending_BPF.shape[1]
-        order_P = torch.arange(P, device=cycle.tokens_B.device)
+        order_P = torch.arange(P, device=cycle_input.tokens_B.device)
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        next_BP = self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle.tokens_B[:, None])
+        next_BP = self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
         order_BP = order_P.expand(self.rows, P)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         fused_BPD = self.net.fuse(self._cast(self.pending_BPF))
-        hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._max_slots(cycle) + P)
-        self._mark_read(self.pending_B * cycle.active_B)
+        hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._max_slots(cycle_input) + P)
+        self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:
-            self.bound = [min(bound + P, cycle.max_position) for bound in self.bound]
+            self.bound = [min(bound + P, cycle_input.max_position) for bound in self.bound]
             self._trim()
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
-    def _at_once(self, cycle: CycleInput, tree: DynamicTree) -> Draft | None:
+    def _at_once(self, cycle_input: CycleInput, tree: DynamicTree) -> Draft | None:
         """Read the pending pairs and grow a dynamic tree in one call; None if the runner cannot."""
         grower, P = self.drafter.grower, self.pending_BPF.shape[1]
-        if grower is None or not grower.suits(cycle):
+        if grower is None or not grower.suits(cycle_input):
             return None
-        count_B = self.pending_B * cycle.active_B
+        count_B = self.pending_B * cycle_input.active_B
         features_BPF = self._cast(self.pending_BPF)
         if not grower.fuses_features:
             features_BPF = self.net.fuse(features_BPF)
-        width = cycle.max_position + P + tree.depth * tree.branch
-        draft = grower(features_BPF, self.pending_tokens_BP, count_B, cycle, tree, self.cache, self.length_B, width)
+        width = cycle_input.max_position + P + tree.depth * tree.branch
+        draft = grower(features_BPF, self.pending_tokens_BP, count_B, cycle_input, tree, self.cache, self.length_B, width)
         self._mark_read(count_B)
         return draft
 
@@ -391,9 +391,9 @@ class EagleSession(DraftSession):
             self.length_B = self.cache.trim(self.length_B, self.frequency_h)
             self.bound = [min(bound, full) for bound in self.bound]
 
-    def _max_slots(self, cycle: CycleInput) -> int:
+    def _max_slots(self, cycle_input: CycleInput) -> int:
         """Upper bound of `length_B`, known to the host."""
-        return min(max(self.bound), cycle.max_position) if self.window else cycle.max_position
+        return min(max(self.bound), cycle_input.max_position) if self.window else cycle_input.max_position
 
 
 def _always(x: Tensor) -> Callable[[], Tensor]:

@@ -132,16 +132,16 @@ class Growth:
         """Token ids of the draft vocabulary -> the target's."""
         return tokens if self.draft_ids_v is None else self.draft_ids_v[tokens]
 
-    def noise(self, cycle: CycleInput, level: int, vocab: int) -> Tensor:
+    def noise(self, cycle_input: CycleInput, level: int, vocab: int) -> Tensor:
         """float32 [B, 1, v]: the noise with which the target draws the tokens of the next level; zero in greedy rows."""
         tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
-        return cycle.noise.gumbel(cycle.position_B[:, None] + level + 1, tokens)
+        return cycle_input.noise.gumbel(cycle_input.position_B[:, None] + level + 1, tokens)
 
-    def seen(self, cycle: CycleInput) -> Tensor | None:
+    def seen(self, cycle_input: CycleInput) -> Tensor | None:
         """bool [B, 1, v]: tokens that occur in each row's text; None if no row has a repetition penalty."""
-        if cycle.history_BV is None:
+        if cycle_input.history_BV is None:
             return None
-        return (cycle.history_BV if self.draft_ids_v is None else cycle.history_BV[:, self.draft_ids_v])[:, None]
+        return (cycle_input.history_BV if self.draft_ids_v is None else cycle_input.history_BV[:, self.draft_ids_v])[:, None]
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -158,20 +158,20 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 # --- dynamic trees
 
 
-def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
+def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
     """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
 
     A node's value is the product of the confidences along its path. At every level the `branch` best new nodes get `branch` children
     each; at the end the `nodes - 1` best of all nodes are kept. Ties go to the shallower node, then to the one drafted earlier.
-    `cycle.tree_shape` may ask for a smaller tree than the options.
+    `cycle_input.tree_shape` may ask for a smaller tree than the options.
     """
-    if cycle.tree_shape is not None:
-        tree = replace(tree, **cycle.tree_shape.within(tree.shape)._asdict())
+    if cycle_input.tree_shape is not None:
+        tree = replace(tree, **cycle_input.tree_shape.within(tree.shape)._asdict())
     if growth.at_once is not None and (draft := growth.at_once(tree)) is not None:
         return draft
-    B, device = cycle.tokens_B.shape[0], cycle.tokens_B.device
-    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(cycle)
-    children = _best_children(growth, cycle, tree, hidden_BQD, seen_BQv, 0)
+    B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
+    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(cycle_input)
+    children = _best_children(growth, cycle_input, tree, hidden_BQD, seen_BQv, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
@@ -185,7 +185,7 @@ def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
         if seen_BQv is not None:
             seen_BQv = _rows(seen_BQv, parent_BK).scatter(2, index_BK[..., None], True)
         hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        children = _best_children(growth, cycle, tree, hidden_BQD, seen_BQv, level)
+        children = _best_children(growth, cycle_input, tree, hidden_BQD, seen_BQv, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
         value_BX = (parent_value_BK1 + chance_BKK).flatten(1)
@@ -198,7 +198,7 @@ def grow_dynamic(growth: Growth, cycle: CycleInput, tree: DynamicTree) -> Draft:
     tokens_BX, log_q_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
     keep_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
     keep_BM = keep_BX[:, : tree.nodes - 1].sort(dim=-1).values
-    draft = _kept(cycle, tree.depth, keep_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
+    draft = _kept(cycle_input, tree.depth, keep_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
     if not tree.rerank:  # the kept nodes are not those of the highest values, as `Draft.drafted` promises
         return draft
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
@@ -221,26 +221,26 @@ class _Children:
 
 
 def _best_children(
-    growth: Growth, cycle: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int
+    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int
 ) -> _Children:
     """The `branch` most likely children of each node of a level."""
     logits_BQv = growth.head(hidden_BQD)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
-    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle.sampling, seen_BQv) if coupled else logits_BQv)
-    noisy = coupled and not cycle.noise.all_greedy
-    key_BQv = log_q_BQv + growth.noise(cycle, level, logits_BQv.shape[-1]) if noisy else log_q_BQv  # ranks the children
+    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, seen_BQv) if coupled else logits_BQv)
+    noisy = coupled and not cycle_input.noise.all_greedy
+    key_BQv = log_q_BQv + growth.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv  # ranks the children
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
         return _Children(index_BQK, log_q_BQK, log_q_BQK)
     chance_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
-    determined_B11 = cycle.noise.greedy_B[:, None, None] | coupled  # rows whose next token is determined: greedy, or known noise
+    determined_B11 = cycle_input.noise.greedy_B[:, None, None] | coupled  # rows whose next token is determined: greedy, or known noise
     return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, chance_BQK, log_q_BQK))
 
 
 def _kept(
-    cycle: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parent_BX: Tensor
+    cycle_input: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parent_BX: Tensor
 ) -> Draft:
     """The tree of the drafted nodes with indices `keep_BM`.
 
@@ -254,12 +254,12 @@ def _kept(
     def with_root(root_B: Tensor, rest_BM: Tensor) -> Tensor:
         return torch.cat([root_B[:, None], rest_BM], dim=1)
 
-    parents_BN = with_root(torch.full_like(cycle.tokens_B, -1), parent_BM)
+    parents_BN = with_root(torch.full_like(cycle_input.tokens_B, -1), parent_BM)
     possible_BM = value_BX.gather(1, keep_BM) > -math.inf
-    tree = Tree.build(parents_BN, depth, with_root(torch.ones_like(cycle.active_B), possible_BM))
+    tree = Tree.build(parents_BN, depth, with_root(torch.ones_like(cycle_input.active_B), possible_BM))
     zero_B = torch.zeros_like(log_q_BX[:, 0])
     score_BN, value_BN = (with_root(zero_B, x_BX.gather(1, keep_BM)) for x_BX in (log_q_BX, value_BX))
-    return Draft(tree, with_root(cycle.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
+    return Draft(tree, with_root(cycle_input.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
 
 
 # --- static trees
@@ -313,7 +313,7 @@ class _Static:
         return cls(tree, levels)
 
 
-def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False) -> Draft:
+def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False) -> Draft:
     """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the highest q.
 
     In rows that sample, `noise` decides:
@@ -327,13 +327,13 @@ def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str 
     Args:
         block: the tree is a chain; if its tokens are drawn, they are to be verified by block verification (`core.verify`).
     """
-    B, device = cycle.tokens_B.shape[0], cycle.tokens_B.device
+    B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     plan = _Static.of(choices, device)
     shape, N = plan.tree.for_rows(B), plan.tree.nodes
-    sampled = noise == "sampled" and not cycle.noise.all_greedy
-    coupled = noise == "coupled" and not cycle.noise.all_greedy
+    sampled = noise == "sampled" and not cycle_input.noise.all_greedy
+    coupled = noise == "coupled" and not cycle_input.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
-    tokens_BN[:, 0] = cycle.tokens_B
+    tokens_BN[:, 0] = cycle_input.tokens_B
     score_BN = torch.zeros(B, N, device=device)
     candidate_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
@@ -343,16 +343,16 @@ def grow_static(growth: Growth, cycle: CycleInput, choices: Choices, noise: str 
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
             hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
-        seen_BQV = None if cycle.history_BV is None else shape.seen(tokens_BN, cycle.history_BV)[:, inner_Q]
-        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle.sampling, seen_BQV)
+        seen_BQV = None if cycle_input.history_BV is None else shape.seen(tokens_BN, cycle_input.history_BV)[:, inner_Q]
+        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle_input.sampling, seen_BQV)
         key_BQV = scores_BQV
         if coupled:
-            key_BQV = scores_BQV + growth.noise(cycle, number, scores_BQV.shape[-1])
+            key_BQV = scores_BQV + growth.noise(cycle_input, number, scores_BQV.shape[-1])
         elif sampled:
             q_BQV = probs(scores_BQV, greedy=False)  # draws use log of this rounded q, because verification divides by it
-            place_BQ = cycle.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
-            key_BQV = torch.where(cycle.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
-            key_BQV = key_BQV + cycle.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
+            place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
+            key_BQV = torch.where(cycle_input.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
+            key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
             q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
             q_BNV[:, inner_Q] = q_BQV
         key_BQK, token_BQK = key_BQV.topk(level.width)

@@ -60,10 +60,10 @@ class RankTree:
         self.parents_N = torch.tensor([-1, *(number[path[:-1]] for path in choices)], device=device)
         self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)  # level * width + rank
 
-    def draft(self, cycle: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
+    def draft(self, cycle_input: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
         """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
-        tree = Tree.build(self.parents_N.expand(len(cycle.tokens_B), -1), self.depth)
-        tokens_BN = torch.cat([cycle.tokens_B[:, None], tokens_BM], dim=1)
+        tree = Tree.build(self.parents_N.expand(len(cycle_input.tokens_B), -1), self.depth)
+        tokens_BN = torch.cat([cycle_input.tokens_B[:, None], tokens_BM], dim=1)
         return Draft(tree, tokens_BN, F.pad(score_BM, (1, 0)))
 
 
@@ -97,7 +97,7 @@ class HeadsTree:
         return {"kind": "static", "choices": self.options.choices, "nodes": nodes, "depth": self.depth, "heads": self.heads}
 
 
-def best_children(logits_BQV: Tensor, cycle: CycleInput, noise: str, level_Q: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_children(logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level_Q: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
 
     With coupled noise they are ranked by log q + the noise that the target adds at their positions, and q is
@@ -107,14 +107,14 @@ def best_children(logits_BQV: Tensor, cycle: CycleInput, noise: str, level_Q: Te
         level_Q: depth of each node.
     """
     if noise == "coupled":
-        seen_BQV = None if cycle.history_BV is None else cycle.history_BV[:, None].expand(-1, logits_BQV.shape[1], -1)
-        logits_BQV = apply_sampling_rows(logits_BQV, cycle.sampling, seen_BQV)
+        seen_BQV = None if cycle_input.history_BV is None else cycle_input.history_BV[:, None].expand(-1, logits_BQV.shape[1], -1)
+        logits_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, seen_BQV)
     log_q_BQV = logits_BQV.float().log_softmax(-1)
-    if noise == "none" or cycle.noise.all_greedy:
+    if noise == "none" or cycle_input.noise.all_greedy:
         log_q_BQW, token_BQW = log_q_BQV.topk(count)
         return token_BQW, log_q_BQW
-    position_BQ = cycle.position_B[:, None] + level_Q + 1
-    key_BQV = log_q_BQV + cycle.noise.gumbel(position_BQ, logits_BQV.shape[-1])  # zero in greedy rows
+    position_BQ = cycle_input.position_B[:, None] + level_Q + 1
+    key_BQV = log_q_BQV + cycle_input.noise.gumbel(position_BQ, logits_BQV.shape[-1])  # zero in greedy rows
     token_BQW = key_BQV.topk(count).indices
     return token_BQW, log_q_BQV.gather(-1, token_BQW)
 
@@ -126,11 +126,11 @@ class FeatureSession(DraftSession):
     """Keeps of each row the target's feature of its newest committed token, and nothing else."""
 
     def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, CycleInput], Draft]) -> None:
-        """grow: (feature_BD, cycle) -> the draft."""
+        """grow: (feature_BD, cycle_input) -> the draft."""
         self.grow = grow
         self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
 
-    def capturable(self, cycle: CycleInput) -> Capturable:
+    def capturable(self, cycle_input: CycleInput) -> Capturable:
         return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
     def keep(self, row: int, length: int) -> int:
@@ -139,8 +139,8 @@ class FeatureSession(DraftSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.feature_BD[row] = features_TF[-1]
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        return self.grow(self.feature_BD, cycle)
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        return self.grow(self.feature_BD, cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)

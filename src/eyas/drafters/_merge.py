@@ -72,8 +72,8 @@ class Session(DraftSession):
         for session, columns in zip((self.first, self.second), self.columns, strict=True):
             session.prefill(row, tokens_T, _take(features_TF, columns, self.width), position)
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        first, second = self.first.draft(cycle), self.second.draft(cycle)
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        first, second = self.first.draft(cycle_input), self.second.draft(cycle_input)
         self.drafts = first, second
         self.match_BM = matching_nodes(first, second)
         return merge(first, second, self.match_BM)

@@ -85,17 +85,17 @@ class TextSession(DraftSession):
         for token in tokens:
             self.rows[row].append(token)
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        if cycle.row_tokens:  # known to the host without a transfer from the device
-            roots = [tokens[-1] if tokens else 0 for tokens in cycle.row_tokens]
-            self.active = [bool(tokens) for tokens in cycle.row_tokens]
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        if cycle_input.row_tokens:  # known to the host without a transfer from the device
+            roots = [tokens[-1] if tokens else 0 for tokens in cycle_input.row_tokens]
+            self.active = [bool(tokens) for tokens in cycle_input.row_tokens]
         else:
-            roots, self.active = cycle.tokens_B.tolist(), cycle.active_B.tolist()
+            roots, self.active = cycle_input.tokens_B.tolist(), cycle_input.active_B.tolist()
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
             self._learn(row, [roots[row]] if active else [])
             guesses.append(self.rows[row].guesses() if active else [])
-        return self._tree(roots, guesses, cycle.tokens_B.device)
+        return self._tree(roots, guesses, cycle_input.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
         nodes, most = 1, max(map(len, guesses), default=0)

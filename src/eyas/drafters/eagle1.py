@@ -241,8 +241,8 @@ class Method(EagleMethod):
     def open(self, rows: int) -> DraftSession:
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
-    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
-        return grow_static(growth, cycle, self.choices, self.options.tree.noise, self.options.verification == "block")
+    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+        return grow_static(growth, cycle_input, self.choices, self.options.tree.noise, self.options.verification == "block")
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=StaticTree(f"chain-{depth}"), window=self.options.window)

@@ -245,7 +245,7 @@ class Method(DynamicEagle):
     # --- drafting
 
     def head(self, hidden: Tensor) -> Tensor:
-        net: Net = self.decoding
+        net: Net = self.decoding_net
         normed = net.normed(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 

@@ -258,34 +258,34 @@ class Method(EagleMethod):
     def head(self, hidden: Tensor) -> Tensor:
         """A head's input [..., (k+2) D], whose width names the head -> logits [..., V]."""
         k = hidden.shape[-1] // self.target.hidden_size - 2
-        net: Net = self.decoding
+        net: Net = self.decoding_net
         logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
         return logits
 
-    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
-        return self.grow_below(growth.hidden_BD, cycle)
+    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+        return self.grow_below(growth.hidden_BD, cycle_input)
 
-    def grow_below(self, feature_BD: Tensor, cycle: CycleInput) -> Draft:
+    def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """The tree below the roots. A node's head reads what its parent's read, and the node's own embedding."""
 
         def extend(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:
             return torch.cat([hidden_BQW, self.embed(tokens_BQ).to(self.dtype)], dim=-1)
 
-        hidden_BQW = extend(feature_BD[:, None].to(self.dtype), cycle.tokens_B[:, None])
+        hidden_BQW = extend(feature_BD[:, None].to(self.dtype), cycle_input.tokens_B[:, None])
         if self.tree.dynamic is not None:
             growth = Growth(lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ))
-            return grow_dynamic(growth, cycle, self.tree.dynamic)
+            return grow_dynamic(growth, cycle_input, self.tree.dynamic)
         assert self.tree.fixed is not None
         tokens, scores = list[Tensor](), list[Tensor]()
         for level in self.levels:
             number_Q = torch.full((hidden_BQW.shape[1],), level.number, device=hidden_BQW.device)
-            best = best_children(self.head(hidden_BQW), cycle, self.options.tree.noise, number_Q, level.width)
+            best = best_children(self.head(hidden_BQW), cycle_input, self.options.tree.noise, number_Q, level.width)
             tokens_BM, score_BM = (x_BQW.flatten(1)[:, level.flat_M] for x_BQW in best)
             tokens.append(tokens_BM)
             scores.append(score_BM)
             if len(level.inner_Q):
                 hidden_BQW = extend(hidden_BQW[:, level.above_Q], tokens_BM[:, level.inner_Q])
-        return self.tree.fixed.draft(cycle, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
+        return self.tree.fixed.draft(cycle_input, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""

@@ -165,11 +165,11 @@ class Session(DraftSession):
 
     # --- the cycle
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        self.cycle, self._active = cycle, cycle.active_B.tolist()
-        shape, size, device = self.shape, self.shape.nodes, cycle.tokens_B.device
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        self.cycle, self._active = cycle_input, cycle_input.active_B.tolist()
+        shape, size, device = self.shape, self.shape.nodes, cycle_input.tokens_B.device
         parents, tokens, candidates = list[list[int]](), list[list[int]](), list[list[bool]]()
-        for row, root, active in zip(self.rows, cycle.tokens_B.tolist(), self._active, strict=True):
+        for row, root, active in zip(self.rows, cycle_input.tokens_B.tolist(), self._active, strict=True):
             branch = unite(row.pool.after(root) if active else [])
             if active:
                 row.levels[0][0] = root
@@ -198,15 +198,15 @@ class Session(DraftSession):
 
     def _scout_tokens(self, draft: Draft, output: TargetOutput) -> Tensor:
         """int64 [B, W]: the target's draw at every scout of the lowest level."""
-        cycle, shape = self.cycle, self.shape
-        assert cycle is not None
+        cycle_input, shape = self.cycle, self.shape
+        assert cycle_input is not None
         lowest = slice(shape.window - shape.width, shape.window)
-        seen_BWV = None if cycle.history_BV is None else draft.tree.seen(draft.tokens_BN, cycle.history_BV)[:, lowest]
-        scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle.sampling, seen_BWV)
-        if cycle.noise.all_greedy:
+        seen_BWV = None if cycle_input.history_BV is None else draft.tree.seen(draft.tokens_BN, cycle_input.history_BV)[:, lowest]
+        scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle_input.sampling, seen_BWV)
+        if cycle_input.noise.all_greedy:
             return scores_BWV.argmax(-1)
-        position_BW = cycle.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1
-        return (scores_BWV.log_softmax(-1) + cycle.noise.gumbel(position_BW, scores_BWV.shape[-1])).argmax(-1)
+        position_BW = cycle_input.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1
+        return (scores_BWV.log_softmax(-1) + cycle_input.noise.gumbel(position_BW, scores_BWV.shape[-1])).argmax(-1)
 
 
 class Method(Drafter):

@@ -226,13 +226,13 @@ class Method(Drafter):
 
     def logits(self, feature_BD: Tensor, heads: int) -> Tensor:
         """[B, K, V] of the first `heads` heads."""
-        net: Net = self.decoding
+        net: Net = self.decoding_net
         hidden_BKD = torch.stack([net(feature_BD.to(self.dtype), k) for k in range(heads)], dim=1)
         if net.lm_head is None:
             return self.target.head(hidden_BKD.to(self.target.dtype))
         return torch.stack([net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
 
-    def grow(self, feature_BD: Tensor, cycle: CycleInput) -> Draft:
+    def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """The tree below the roots: at level k, the best tokens of head k."""
         fixed, logits_BKV = self.tree.fixed, self.logits(feature_BD, self.tree.depth)
         if fixed is None:
@@ -241,10 +241,10 @@ class Method(Drafter):
             def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
                 return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
-            return grow_dynamic(Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle, self.tree.dynamic)
+            return grow_dynamic(Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic)
         level_K = torch.arange(fixed.depth, device=feature_BD.device)
-        tokens_BKW, score_BKW = best_children(logits_BKV, cycle, self.options.tree.noise, level_K, fixed.width)
-        return fixed.draft(cycle, tokens_BKW.flatten(1)[:, fixed.flat_M], score_BKW.flatten(1)[:, fixed.flat_M])
+        tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, fixed.width)
+        return fixed.draft(cycle_input, tokens_BKW.flatten(1)[:, fixed.flat_M], score_BKW.flatten(1)[:, fixed.flat_M])
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""

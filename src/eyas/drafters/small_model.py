@@ -253,10 +253,10 @@ class Method(Drafter):
     def open(self, rows: int) -> DraftSession:
         return LanguageModelSession(self, rows)
 
-    def grow(self, growth: Growth, cycle: CycleInput) -> Draft:
+    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
         if self.dynamic:
-            return grow_dynamic(growth, cycle, self.dynamic)
-        return grow_static(growth, cycle, self.choices, self.options.tree.noise, self.block)
+            return grow_dynamic(growth, cycle_input, self.dynamic)
+        return grow_static(growth, cycle_input, self.choices, self.options.tree.noise, self.block)
 
     def chain(self, depth: int) -> Self:
         options = replace(self.options, depth=depth, tree=Chain(noise=self.options.tree.noise), dynamic=Dynamic())
@@ -323,16 +323,16 @@ class LanguageModelSession(DraftSession):
     def end(self, row: int) -> None:
         self.begin(row, 0, 0)
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        return self.drafter.grow(self.growth(cycle), cycle)
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        return self.drafter.grow(self.growth(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the next `draft` puts the new one behind them
         self.pending_B = verdict.length_B.clone()
 
-    def growth(self, cycle: CycleInput) -> Growth:
+    def growth(self, cycle_input: CycleInput) -> Growth:
         """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden of a node are its logits."""
-        root_BV = self._catch_up(cycle)
+        root_BV = self._catch_up(cycle_input)
         depths: list[int] = []
 
         def expand(tokens_BQ: Tensor, parent_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
@@ -346,15 +346,15 @@ class LanguageModelSession(DraftSession):
 
         return Growth(lambda: root_BV, lambda logits: logits, expand)
 
-    def _catch_up(self, cycle: CycleInput) -> Tensor:
+    def _catch_up(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""
         P = self.pending_BP.shape[1]
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle.tokens_B[:, None]))
+        tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle_input.tokens_B[:, None]))
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
-        self.model.advance(self.pending_B * cycle.active_B, [min(n + P, cycle.max_position + 1) for n in self.model.lengths])
+        self.model.advance(self.pending_B * cycle_input.active_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
         self.pending_B = torch.zeros_like(self.pending_B)
         return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 

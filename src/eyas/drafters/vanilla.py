@@ -16,14 +16,14 @@ class Session(DraftSession):
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tree = Tree.chain(rows, 1, device)
 
-    def capturable(self, cycle: CycleInput) -> Capturable:
+    def capturable(self, cycle_input: CycleInput) -> Capturable:
         return Capturable(self, {})
 
     def keep(self, row: int, length: int) -> int:
         return length
 
-    def draft(self, cycle: CycleInput) -> Draft:
-        return Draft(self.tree, cycle.tokens_B[:, None])
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        return Draft(self.tree, cycle_input.tokens_B[:, None])
 
 
 class Method(Drafter):

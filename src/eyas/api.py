@@ -48,8 +48,8 @@ from eyas.text import StopStrings, encode, render
 __all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "load"]
 
 DEFAULT_NEW_TOKENS = 256
-DEFAULT_METHODS = {"eagle1": "eagle2"}  # the best method for a head of this format
-WITHOUT_HEAD = "suffix"  # the method where no head is named
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
+WITHOUT_HEAD = "suffix"  # the default method without a head
 SHOWN = 60  # characters of a text that a repr shows
 
 # Processors of transformers with a memory: in a tree they would see tokens that are never emitted.
@@ -180,21 +180,23 @@ def load(
         method = method or (tiny.BEST if draft is None else None)
         if draft is None and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).reads)
-    model, words = _target(target, tokenizer, dtype, device, trust_remote_code)
-    model = runners.prepared(
-        model,
+    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code)
+    loaded_target = runners.prepared(
+        loaded_target,
         on_or_off(kernels),
         own=not isinstance(target, PreTrainedModel),
         weights=weights,
         activations=activations,
         draft_weights=draft_weights,
     )
-    drafter = _drafter(model, draft, method, options, draft_with)
+    drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     policy = auto(drafter) if mode == "auto" else None
-    return LLM(model, drafter, words, str(draft) if isinstance(draft, str | Path) else None, policy)
+    return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 
 
-def _target(source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool) -> tuple[Target, PreTrainedTokenizerBase | None]:
+def _load_target(
+    source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool
+) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
     if source is None:
         place = torch.device(pick_device(device))
@@ -204,13 +206,13 @@ def _target(source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_c
         return Target(cast(PreTrainedModel, embedded), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel):
         name = source.name_or_path
-        words = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
-        return Target(source, name or type(source).__name__), words
+        loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
+        return Target(source, name or type(source).__name__), loaded_tokenizer
     if not isinstance(source, str | Path):
         raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
     check_config(source, trust_remote_code)
-    words = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(source, dtype, device, trust_remote_code), words
+    loaded_tokenizer = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
+    return Target.load(source, dtype, device, trust_remote_code), loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -219,12 +221,12 @@ def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokeni
         return source
     if not isinstance(source, str | Path):
         raise ModelError(f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}")
-    words = read_tokenizer(source, trust_remote_code, required=True)
-    assert words is not None
-    return words
+    tokenizer = read_tokenizer(source, trust_remote_code, required=True)
+    assert tokenizer is not None
+    return tokenizer
 
 
-def _drafter(
+def _load_drafter(
     target: Target,
     draft: Any,
     method: str | None,
@@ -244,15 +246,15 @@ def _drafter(
         format_method = WITHOUT_HEAD if draft is None else checkpoints.load(draft).method
         method = DEFAULT_METHODS.get(format_method, format_method)
     first = drafters.find(method)
-    for_second = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
+    second_options = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
     drafter = _build(
         first,
         draft,
         target,
-        {name: value for name, value in options.items() if name not in for_second},
+        {name: value for name, value in options.items() if name not in second_options},
     )
     _warn_about_head(drafter, draft, target)
-    return drafter if second is None else Merged(drafter, _build(second, None, target, for_second))
+    return drafter if second is None else Merged(drafter, _build(second, None, target, second_options))
 
 
 def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:

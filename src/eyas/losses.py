@@ -143,7 +143,7 @@ def draft_cross_entropy(
     chunk_elements: int | None = None,
 ) -> DraftLosses:
     """Cross-entropy over the draft vocabulary between a trained LM head's distribution and the
-    target's (EAGLE-3, section 3.1).
+    target's (EAGLE-3, section 3.2).
 
     The target's distribution is restricted to the draft vocabulary and renormalized; where its most
     likely token is not in there, the prediction does not count. Logits exist for one chunk of

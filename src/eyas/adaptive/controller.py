@@ -4,15 +4,15 @@ A bandit (bandit.py) chooses between two or three arms, by tokens a second:
 
     plain       no draft: one token a cycle and row; the baseline
     fallback    another method that drafts from the text alone, where the method has a draft model
-    draft       the method. Where its trees grow, the tree is the one that pays most by what the draft's confidences have
-                foretold so far (goodput.py) and by what cycles cost on this machine (cost.py). So sizes need not be tried
-                one by one: the bandit learns one yield, that of the current tree, and begins with the expected one
+    draft       the method. If it has dynamic trees, the size is the one with the highest expected goodput (goodput.py), given
+                the seconds of cycles on this machine (cost.py). So sizes need not be tried one by one: the bandit learns one
+                yield, that of the current size, and begins with the expected one
 
-While the method drafts, trees are planned again at growing intervals, and now and then a larger tree is drafted, at most
-EXPLORE of the time, as nothing else shows what more levels and children would yield.
+While the method drafts, the size is planned again at growing intervals. Now and then a larger tree is drafted, because
+nothing else shows what more levels and children would yield; this takes at most the share EXPLORE of the time.
 
-Each number of rows (1, 2-3, 4-7, ...) has its own bandit and tree, as all rows share every pass. What is learnt is kept
-from one request to the next. Decisions depend on past cycles only, so sampled children keep the target's distribution
+Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share every forward. The
+estimates are kept from one request to the next. Decisions depend on past cycles only, so sampled children keep the target's distribution
 (tests/adaptive/test_shape_rules.py). Where a row samples its children, the tokens that a seed gives depend on the trees and
 would depend on the clock: there the controller leaves the method alone.
 """
@@ -40,7 +40,7 @@ PLAIN, FALLBACK, DRAFT, EXPLORE_TREE, SAMPLED = "plain", "fallback", "draft", "e
 TEXT_DRIFT = 2e-4  # tokens squared a cycle: how fast the yield of drafts changes with the text
 MACHINE_DRIFT = 1e-4  # likewise for plain decoding, whose yield is 1: how fast its speed relative to drafting changes
 PRIOR_TOKENS = 2.0  # a cycle's, of a method whose trees do not grow
-PLAN_VARIANCE = 0.1  # tokens squared; of the yield that a plan foretells
+PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
 EXPLORE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
 SETTLE = 8  # drafted cycles before the first larger tree
 WORTH = 1.01  # a planned tree must promise so much more than the current one to replace it
@@ -55,7 +55,7 @@ class BatchState:
 
     bandit: Bandit
     shape: Shape | None = None  # None: the method's trees do not grow
-    time_scale: float = 1.0  # measured seconds of drafted cycles over those that the costs foretell
+    time_scale: float = 1.0  # measured seconds of drafted cycles over those that the costs predict
     drafted: int = 0  # cycles since the method drafts again
     explore_debt: float = 0.0  # cycles' worth of time; positive: no larger tree yet
 
@@ -70,7 +70,7 @@ class BatchState:
 
 
 class AdaptiveController:
-    """Decides about every cycle and learns from what came of it.
+    """Decides about every cycle, and learns from its Steps.
 
     Args:
         max_tree: the largest tree that may be grown; None: the method's trees do not grow.
@@ -96,7 +96,7 @@ class AdaptiveController:
         self._states: dict[int, BatchState] = {}
 
     def decide(self, cycle_input: CycleInput) -> Decision:
-        """What the cycle that begins here shall do."""
+        """The decision about the cycle that begins with this input."""
         rows = cycle_input.active_rows
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(why=SAMPLED)

@@ -1,4 +1,4 @@
-"""What methods with a trained net share: a net is made, loaded from a checkpoint, checked against the target.
+"""Helpers of methods with a trained net: make a net, load it from a checkpoint, check it against the target.
 
 This module knows no net. Letters: V vocabulary, D hidden.
 """
@@ -36,7 +36,7 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers begin from `seed` inside, and go on afterwards as if nothing had been."""
+    """Within this context torch's random numbers come from `seed`; afterwards its random state is as before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -60,7 +60,7 @@ def placed(net: NetT, target: Target) -> NetT:
 
 
 def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[str, tuple[str, int]]) -> Weights:
-    """The weights; CheckpointError when there are none, or they are of another method or for another target.
+    """Returns the weights; CheckpointError if there are none, or if they are of another method or for another target.
 
     Args:
         label: the method's name for people.
@@ -116,7 +116,7 @@ def own_embedding(weights: Weights, target: Target) -> Tensor | None:
 
 
 def layer_shape(config: Mapping[str, Any]) -> LayerShape:
-    """The layer that a checkpoint's config describes."""
+    """The sizes of the decoder layer that a checkpoint's config describes."""
     return LayerShape(**{name: config[name] for name in LAYER_KEYS if name in config})
 
 

@@ -11,7 +11,7 @@ be smaller than the target's. The tree is EAGLE-2's.
 This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session, which runs the
 net in each cycle, and `_grow.py` grows the tree.
 
-Training-time test (section 3.1): step 0 reads the target's features; step i reads at each slot the hidden
+Training-time test (section 3.2): step 0 reads the target's features; step i reads at each slot the hidden
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
 steps' keys of its own slot.
 
@@ -260,7 +260,7 @@ class Method(DynamicEagle):
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Cross-entropy with the target's distribution over the draft vocabulary, summed over the steps of the training-time test
-        (section 3.1).
+        (section 3.2).
 
         Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own best token is in
         the draft vocabulary. The count of the loss is that of step 0: each token once.

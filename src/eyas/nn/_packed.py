@@ -1,7 +1,7 @@
 """Attention for training: documents end to end without padding, and the diagonals of the training-time test.
 
 A batch is one long row of N tokens, document after document; a token sees itself and the earlier tokens of its document.
-At step i of the training-time test (EAGLE-3, section 3.1) row t also sees the later steps' keys at its own index:
+At step i of the training-time test (EAGLE-3, section 3.2) row t also sees the later steps' keys at its own index:
 
     step 0 keys, causal         k0[begin of document] .. k0[t]
     step 1..i keys, diagonal    k1[t] .. ki[t]                        one softmax over both

@@ -42,10 +42,19 @@ Options = dict[str, Any]
 # --- the command line ----------------------------------------------------------------------------------
 
 
-def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring, with --output and an option for each default."""
+def parser(doc: str | None, chats: bool = False, heads: bool = False, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring, with --output and an option for each default.
+
+    Args:
+        chats: with --chats, a file of chats.
+        heads: with --draft METHOD=HEAD, as `heads_of` takes it.
+    """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name")
+    if chats:
+        made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
+    if heads:
+        made.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads")
     for name, default in defaults.items():
         kind = str if default is None else type(default)
         made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s")

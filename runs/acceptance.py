@@ -11,7 +11,6 @@ the 8-grams repeat are reported apart: loops flatter every method. Intervals: 95
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from _common import (
@@ -58,10 +57,7 @@ def summary(answers: list[Answer], names: list[str], temperature: float) -> dict
 
 
 def main() -> None:
-    made = parser(__doc__, target=None, limit=300, max_new_tokens=96, temperature=0.0)
-    made.add_argument("--chats", type=Path, required=True)
-    made.add_argument("--draft", action="append", default=[], metavar="eagle1=DIR", help="heads of eagle1 and eagle3; default: embedded")
-    args = made.parse_args()
+    args = parser(__doc__, chats=True, heads=True, target=None, limit=300, max_new_tokens=96, temperature=0.0).parse_args()
     llm = eyas.load(args.target, method="vanilla")
     heads = dict(named.split("=", 1) for named in args.draft)
     entered = {name: (heads.get(head), *how) for name, (head, *how) in METHODS.items() if head in heads or not args.target}

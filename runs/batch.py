@@ -10,7 +10,6 @@ are paired by group, 95 %, bootstrap over groups. Published: Vicuna-7B on one RT
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from _common import Options, Rows, chat_prompts, drafter, interval, machine, parser, run, tree, write
@@ -43,8 +42,7 @@ def answer(drafting: Drafter, requests: list[Request], rows: int) -> dict[str, A
 
 
 def main() -> None:
-    made = parser(__doc__, groups=4, group=8, max_new_tokens=64)
-    made.add_argument("--chats", type=Path, required=True)
+    made = parser(__doc__, chats=True, groups=4, group=8, max_new_tokens=64)
     made.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 8])
     args = made.parse_args()
     before, llm = machine(), eyas.load(method="vanilla")

@@ -24,9 +24,7 @@ TREE = tree(12, 5, 3)
 
 
 def main() -> None:
-    made = parser(__doc__, target=None, limit=24, max_new_tokens=96)
-    made.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's eagle3, eagle2")
-    args = made.parse_args()
+    args = parser(__doc__, heads=True, target=None, limit=24, max_new_tokens=96).parse_args()
     exact = eyas.load(args.target, method="vanilla", dtype="float32", kernels="off")
     prompts, heads, found = bundled_prompts(args.limit), heads_of(args.draft), dict[str, Any]()
     ids = {p.id: exact.request(p.turns[0], raw=p.raw)[0].prompt for p in prompts}

@@ -48,4 +48,4 @@ for kernels in $KERNELS; do
     "$PYTHON" -m eyas bench --device "$DEVICE" --kernels "$kernels" --limit "${LIMIT:-24}" --max-new-tokens "$NEW" --output "$OUT/embedded-$kernels" \
         --methods "eagle3:tree.nodes=26:tree.depth=5:tree.branch=4,eagle2:tree.nodes=26:tree.depth=5:tree.branch=4,eagle3:tree=auto"
 done
-"$PYTHON" runs/gpu_tables.py "$OUT" | tee "$OUT/tables.md"
+"$PYTHON" runs/results.py --gpu "$OUT" | tee "$OUT/tables.md"

@@ -16,7 +16,6 @@ The draft head is made afterwards by `eyas train` (see runs/make_tiny.sh).
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import os
@@ -28,6 +27,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from _common import open_text
+
+from eyas.cli.doctor import CHECKSUMS, digests
+from eyas.files import write_atomically
 
 SHAPE = dict(  # the architecture of the embedded model
     hidden_size=384, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=2, head_dim=64, intermediate_size=1024,
@@ -44,8 +47,8 @@ CHAT_TEMPLATE = (
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as f:
-        yield from f
+    with open_text(path) as lines:
+        yield from lines
 
 
 def chats(path: Path) -> Iterator[list[dict[str, str]]]:
@@ -150,12 +153,6 @@ def heldout_loss(model: torch.nn.Module, stream: np.ndarray, length: int, blocks
     return value
 
 
-def save_atomically(state: dict, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
-
-
 def pretrain_stage(args: argparse.Namespace) -> None:
     """Train (or go on training) the target: --minutes at 1,024 tokens, then --long-minutes at 4,096.
 
@@ -194,7 +191,9 @@ def pretrain_stage(args: argparse.Namespace) -> None:
         print(values, flush=True)
 
     def checkpoint() -> None:
-        save_atomically(dict(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step, tokens=tokens, spent=spent), state_path)
+        state = dict(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step, tokens=tokens, spent=spent)
+        with write_atomically(state_path) as stream:
+            torch.save(state, stream)
 
     model.train()
     train_loss = torch.compile(whole_loss) if args.compile else loss_of
@@ -240,7 +239,7 @@ def quantise_stage(args: argparse.Namespace) -> None:
     from eyas import tiny
 
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "checksums.json").unlink(missing_ok=True)  # those of the model before
+    (args.output / CHECKSUMS).unlink(missing_ok=True)  # those of the model before
     save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (args.output / name).write_bytes((args.model / name).read_bytes())
@@ -252,8 +251,6 @@ def quantise_stage(args: argparse.Namespace) -> None:
 
 def head_stage(args: argparse.Namespace) -> None:
     """Copy a trained head into the package, its weights in float16; and the checksums of everything there, for `eyas doctor`."""
-    import hashlib
-
     from safetensors.torch import load_file, save_file
 
     from eyas import tiny
@@ -267,15 +264,14 @@ def head_stage(args: argparse.Namespace) -> None:
     for name in ("config.json", "training.json"):
         (args.output / name).write_bytes((args.model / name).read_bytes())
     folder = args.output.parent
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "checksums.json")
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != CHECKSUMS)
     for f in files:
         f.chmod(0o644)
     config = json.loads((args.output / "config.json").read_text())
     config["torch_dtype"] = "float16"
     config["eyas"]["target_fingerprint"] = Target(tiny.model(folder)).fingerprint()
     (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    sums = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    (folder / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+    (folder / CHECKSUMS).write_text(json.dumps(digests(folder), indent=1) + "\n")
     print(f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB in {folder}")
 
 

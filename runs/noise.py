@@ -9,7 +9,6 @@ Intervals: 95 %, bootstrap over chats, paired.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from _common import ask, chat_prompts, drafter, equal_texts, parser, run, select, tau_interval, tau_over, tree, write
@@ -44,9 +43,7 @@ RATIOS = [
 
 
 def main() -> None:
-    made = parser(__doc__, limit=40, max_new_tokens=64)
-    made.add_argument("--chats", type=Path, required=True)
-    args = made.parse_args()
+    args = parser(__doc__, chats=True, limit=40, max_new_tokens=64).parse_args()
     llm = eyas.load(method="vanilla")
     drafters = {name: drafter(llm.target, method, options) for name, (method, options) in WAYS.items()}
     prompts = chat_prompts(args.chats, args.limit)

@@ -12,7 +12,6 @@ tree and of the reference's. Works for any method with `--tree.choices`.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from _common import chat_prompts, drafter, parser, run
 from rich.progress import track
@@ -25,21 +24,8 @@ from eyas.files import write_text
 
 
 def main() -> None:
-    made = parser(
-        __doc__,
-        method="eagle1",
-        target=None,
-        draft=None,
-        nodes=26,
-        depth=5,
-        ranks=6,
-        inner=12,
-        limit=40,
-        max_new_tokens=64,
-        temperature=0.0,
-    )
-    made.add_argument("--chats", type=Path, required=True)
-    args = made.parse_args()
+    shape, asked = {"nodes": 26, "depth": 5, "ranks": 6, "inner": 12}, {"limit": 40, "max_new_tokens": 64, "temperature": 0.0}
+    args = parser(__doc__, chats=True, method="eagle1", target=None, draft=None, **shape, **asked).parse_args()
     llm = eyas.load(args.target, method="vanilla")
     wide = drafter(llm.target, args.method, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)}, args.draft)
     prompts, cycles = chat_prompts(args.chats, args.limit), []

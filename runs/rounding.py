@@ -53,9 +53,7 @@ def perplexity_ratio(nats: Any, exact: Any, tokens: Any) -> Any:
 
 
 def main() -> None:
-    made = parser(__doc__, target=None, limit=60, length=384, given=8)
-    made.add_argument("--chats", type=Path, required=True)
-    args = made.parse_args()
+    args = parser(__doc__, chats=True, target=None, limit=60, length=384, given=8).parse_args()
     before, rows, exact = machine(), list[dict[str, Any]](), list[tuple[float, torch.Tensor]]()
     for weights, activations in FORMS:
         if activations == "bfloat16" and kernels.available() and not kernels.has_avx512_bf16():

@@ -18,9 +18,7 @@ SHARPNESS = (1.0, 1.5, 2.0, 3.0, 5.0)
 
 
 def main() -> None:
-    made = parser(__doc__, target=None, limit=24, temperature=0.0, max_new_tokens=96)
-    made.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's eagle3, eagle2")
-    args = made.parse_args()
+    args = parser(__doc__, heads=True, target=None, limit=24, temperature=0.0, max_new_tokens=96).parse_args()
     llm = eyas.load(args.target, method="vanilla")
     keys = [(method, shape, s) for method in heads_of(args.draft) for shape in TREES for s in SHARPNESS]
     heads = heads_of(args.draft)

@@ -26,9 +26,14 @@ def check_source(data: Sequence[str], features: str | None) -> None:
         raise UsageError("give only one of --data and --features")
     if not data and not features:
         raise UsageError("option --data (or --features) is missing")
-    missing = [path for path in data if not Path(path).exists()]
-    if missing:
-        raise InputError(f"{missing[0]} does not exist; check the path of the training data")
+    check_files(data)
+
+
+def check_files(paths: Sequence[str]) -> None:
+    """Refuse data that is not there."""
+    for path in paths:
+        if not Path(path).exists():
+            raise InputError(f"{path} does not exist; check the path of the data")
 
 
 def training_options(features: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

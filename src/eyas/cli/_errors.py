@@ -11,6 +11,7 @@ This module knows no command.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -146,40 +147,21 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _ClosedStream:
+class _ClosedStream(io.TextIOBase):
     """Stands for a standard stream that was closed before we started (`eyas generate hi >&-`)."""
-
-    encoding = "utf-8"
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.buffer = self
 
-    @property
-    def buffer(self) -> _ClosedStream:
-        return self
-
-    def __enter__(self) -> _ClosedStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[str]:
-        yield self.read()
-
-    def isatty(self) -> bool:
-        return False
-
-    def flush(self) -> None:
-        pass
-
-    def write(self, text: str) -> int:
+    def write(self, text: object) -> int:
         raise EyasError(f"{self.name} is closed, so there is nowhere to write to: open it, or name an output file")
 
-    def read(self, size: int = -1) -> str:
+    def read(self, size: int | None = -1) -> str:
         raise EyasError(f"{self.name} is closed, so there is nothing to read: open it, or name an input file")
 
-    readline = read
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]
+        return self.read(size)
 
 
 def replace_closed_streams() -> None:

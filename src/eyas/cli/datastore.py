@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from eyas.cli._data import note_problems, reading
+from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._load import quiet, versions
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
-from eyas.errors import InputError, ModelError
+from eyas.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,21 +65,14 @@ def build(*, options: BuildOptions) -> int:
 
     if not options.data and not options.merge:
         raise UsageError("option --data is missing")
-    if missing := [path for path in options.data if not Path(path).exists()]:
-        raise InputError(f"{missing[0]} does not exist; check the path of the data")
+    check_files(options.data)
     folder = Path(options.output).expanduser()
     tokenizer = _tokenizer(options)
     sources = [_source(path, tokenizer) for path in options.data]
     try:
-        manifest = datastore.build(
-            folder,
-            _settings(tokenizer, options),
-            sources,
-            versions(),
-            append=options.append,
-            merge=options.merge,
-            on_stage=note,
-        )
+        settings, made_by = _settings(tokenizer, options), versions()
+        more = {"append": options.append, "merge": options.merge}
+        manifest = datastore.build(folder, settings, sources, made_by, **more, on_stage=note)
     except KeyboardInterrupt:
         raise Interrupted(f"what was read is kept in {folder}; the same command goes on") from None
     note(_contents(folder, manifest))

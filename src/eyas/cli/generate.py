@@ -81,12 +81,8 @@ def command(
         The prompt; - reads it from stdin.
     """
     _check(prompt, inputs)
-    keywords = {
-        **sampling_of(sampling),
-        "ignore_eos": inputs.ignore_eos,
-        "system": inputs.system,
-        "raw": inputs.raw,
-    }
+    given = {"ignore_eos": inputs.ignore_eos, "system": inputs.system, "raw": inputs.raw}
+    keywords = {**sampling_of(sampling), **given}
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
         _answer_one(load(model, draft, options), text, keywords, inputs.as_json, model, draft)
@@ -208,12 +204,7 @@ class _FileRun:
             path = self.results.path
             where = f"are in {path}; the same command goes on after them" if path else "are above"
             raise Interrupted(f"{self.skipped + self.written} results {where}") from None
-        counts = {
-            "results": self.written,
-            "skipped": self.skipped,
-            "bad": self.bad,
-            "tokens": self.tokens,
-        }
+        counts = {"results": self.written, "skipped": self.skipped, "bad": self.bad, "tokens": self.tokens}
         shown = [f"{value} {name}" for name, value in counts.items() if value or name == "results"]
         note(f"{', '.join(shown)}, tau {self.tau:.2f}")
         if self.inputs.as_json and self.results.path:

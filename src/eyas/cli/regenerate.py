@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import PositiveInt
 
+from eyas.cli._data import check_files
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._files import Results, differences, refuse
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
@@ -90,10 +91,9 @@ def command(
 
 
 def _check(job: RegenerateOptions) -> None:
+    check_files(job.data)
     output = Path(job.output)
     for path in map(Path, job.data):
-        if not path.exists():
-            raise InputError(f"{path} does not exist; check the path of the data")
         if output.exists() and path.samefile(output):
             raise UsageError("--output would write into a file that --data reads: give it another name")
 

@@ -163,7 +163,7 @@ BAD = {
         "head.draft_vocab is 150, but the training data has only",
     ),
     "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
-    "a head that is as it is": (("--init", "head"), "--init brings a head that is as it is: leave --head.layers out"),
+    "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
     "a tracker that is not there": (("--log", "wandb"), "log: wandb is not installed: pip install wandb, or leave it out"),
     "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
     "nothing to recompute": (("--method", "eagle1", "--checkpointing"), "checkpointing: the method eagle1 keeps too little"),

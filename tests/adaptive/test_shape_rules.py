@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.test_verify import TOLERANCE, Cut, ToyModels, check_exact, drawn_cycle, law_of
-from eyas.adaptive.dormant import _without
+from eyas.adaptive.dormant import _without_drafts
 from eyas.core.tree import Draft, Tree
 
 
@@ -35,7 +35,7 @@ def by_the_past(world: ToyModels) -> Cut:
     """What the Decoder does with a decision that was made before the draft: here about every other prefix."""
 
     def cut(start_B: Tensor, draft: Draft) -> Draft:
-        return _without(draft, frozenset((start_B % 2).nonzero()[:, 0].tolist()))
+        return _without_drafts(draft, frozenset((start_B % 2).nonzero()[:, 0].tolist()))
 
     return cut
 
@@ -54,6 +54,6 @@ def test_a_rule_that_looks_at_drawn_tokens_is_biased_and_ours_is_not(name: str) 
 def test_sleeping_rows_alone_lose_their_nodes() -> None:
     """Bug: the padding of one row's nodes falls on another's, or takes the root with it."""
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]).repeat(3, 1), 2)
-    cut = _without(Draft(tree, torch.arange(12).view(3, 4)), frozenset({1}))
+    cut = _without_drafts(Draft(tree, torch.arange(12).view(3, 4)), frozenset({1}))
     assert cut.tree.candidate_BN.tolist() == [[True] * 4, [True, False, False, False], [True] * 4]
     assert tree.candidate_BN.all(), "the draft itself was changed"

@@ -56,28 +56,31 @@ class LayerCache:
 
 
 class DraftLayerCache:
-    """A draft's cache as its next forward finds it: likewise for a draft net's layer.
+    """The cache of a draft net's layer, with slots and mask of the next forward. Compiled draft nets get this, like `LayerCache`.
 
-    raw: with a window, the place of keys as they are before rotation.
+    Args:
+        part: keys and values.
+        unrotated: the keys before RoPE, if the draft has a window.
+        length_R, visible_RNT: see `slot_mask`.
     """
 
-    def __init__(self, part: LayerCache, raw: LayerCache | None, length_R: Tensor, visible_RNT: Tensor) -> None:
-        self.part, self.raw, self.length_R, self.visible_RNT, self.width = part, raw, length_R, visible_RNT, part.width
+    def __init__(self, part: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor) -> None:
+        self.part, self.unrotated, self.length_R, self.visible_RNT, self.width = part, unrotated, length_R, visible_RNT, part.width
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: what the next nodes attend to."""
+        """bool: the slots that the new nodes attend to."""
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
     def contents(self) -> CacheContents | None:
-        """Never handed out: a layer that is compiled is not run by kernels."""
+        """None: kernels do not run compiled layers."""
         return None
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the next nodes' keys (not yet rotated) and values [R, N, K, h]; returns all up to the width, keys rotated, [R, K, W, h]."""
+        """Store the new nodes' keys, not yet rotated, and values [R, N, K, h]. Returns those below the width, rotated, [R, K, W, h]."""
         key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
-        if self.raw is not None:
-            self.raw.update(key_RKNh, value_RKNh[..., :0])
+        if self.unrotated is not None:
+            self.unrotated.update(key_RKNh, value_RKNh[..., :0])
         return self.part.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh)
 
 
@@ -196,44 +199,45 @@ class KVCache(Cache):
 
 
 class WindowCache(KVCache):
-    """A draft's cache: one layer, and, with a window, only the first `sink` and the last `size` committed slots of every row, each once.
+    """The cache of a draft net with one layer. With a window it keeps the first `sink` and the last `size` committed slots of each row.
 
-    Keys are also kept as they were before rotation; `trim` moves what stays together and rotates it by its new index (SEAGLE; attention
-    sinks: Xiao et al. 2023, section 3.2).
+    For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and window, and rotates the remaining keys by
+    their new index in the cache (SEAGLE; attention sinks: Xiao et al. 2023, section 3.2).
     """
 
     def __init__(self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None) -> None:
-        """`window`: (sink, size), or None to keep everything."""
-        plain = (heads, width, width)
-        super().__init__((plain,) if window is None else (plain, (heads, width, 0)), rows, dtype, device)  # the second: un-rotated keys
+        """`window`: (sink, size); None: all slots are kept."""
+        keys_and_values = (heads, width, width)
+        unrotated_keys = (heads, width, 0)  # stored as the keys of a second layer
+        super().__init__((keys_and_values,) if window is None else (keys_and_values, unrotated_keys), rows, dtype, device)
         self.window, self.shape = window, (heads, width)
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
-        """The next nodes attend to the committed slots and to those of the T slots behind them that `visible` names."""
+        """Set the mask of the next forward: the committed slots, and of the T slots behind them those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
-    def now(self) -> DraftLayerCache:
-        """As the next nodes find it."""
+    def layer_cache(self) -> DraftLayerCache:
+        """The cache of the layer for the next forward."""
         return DraftLayerCache(self.part(0), None if self.window is None else self.part(1), self._length_R, self._visible_RNT)
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: what the next nodes attend to."""
-        return self.now().mask_R1NW
+        """bool: the slots that the new nodes attend to."""
+        return self.layer_cache().mask_R1NW
 
     def contents(self) -> CacheContents | None:
-        """The tensors of the cache, for kernels, which store keys and values themselves; None with a window, which they do not know."""
+        """The tensors of the cache for kernels, which store keys and values themselves; None with a window, which they do not support."""
         if self.window is not None:
             return None
         return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._span.start)
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""
-        return self.now().store(key_RNKh, value_RNKh, position_RN, frequency_h)
+        return self.layer_cache().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
-        """Forget what lies between the sinks and the window of each row; returns how many slots each row then has."""
+        """Remove the slots between the sinks and the window of each row; returns the new numbers of slots, int64 [B]."""
         assert self.window is not None
         sink, size = self.window
         slot_C = torch.arange(sink + size, device=self.device)
@@ -241,11 +245,11 @@ class WindowCache(KVCache):
         over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
         source_BC = slot_C + over_B1 * (slot_C >= sink)
         row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
-        (key, value), (raw, _) = ([entry for _, entry in self._place[layer]] for layer in (0, 1))
-        for entry in (raw, value):
+        (key, value), (unrotated, _) = ([entry for _, entry in self._place[layer]] for layer in (0, 1))
+        for entry in (unrotated, value):
             store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
-        raw_BCKh = store[raw, row_B1, :, slot_C[None]]
-        store[key, row_B1, :, slot_C] = rope(raw_BCKh, slot_C.expand(self.rows, -1), frequency_h)
+        unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
+        store[key, row_B1, :, slot_C] = rope(unrotated_BCKh, slot_C.expand(self.rows, -1), frequency_h)
         return length_B.clamp(max=sink + size)
 
 

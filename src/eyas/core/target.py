@@ -36,7 +36,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import EyasError, FitError, ModelError, OptionError
-from eyas.formats import EXACT, ThreadCount, WeightFormat
+from eyas.formats import EXACT, WeightFormat
 from eyas.nn import Backend
 
 __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
@@ -64,41 +64,44 @@ class ForwardInput:
 
 
 class Runner(Protocol):
-    """How a forward is run."""
+    """A way to run the forwards of a target, and the operations around them.
 
-    form: WeightFormat  # of linear layers; what is not exact is another target than the model
-    name: str  # "model": by its own code; "kernels": by ours; "graphs", "compiled graphs": its own, replayed
+    Attributes:
+        name: "model": the model's own code; "kernels": C++ kernels; "graphs", "compiled graphs": the model's code as CUDA graphs.
+        form: weight format of the linear layers. A target with rounded weights is another target than the model.
+        ops: implementation of the operations of a cycle.
+        records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one by one.
+    """
 
-    def __call__(self, work: ForwardInput) -> TargetOutput: ...
+    name: str
+    form: WeightFormat
+    ops: Ops
+    records_cycles: bool
 
-    @property
-    def threads(self) -> int | None:
-        """That it uses; None: torch's number."""
+    def __call__(self, work: ForwardInput) -> TargetOutput:
+        """Run one forward; the keys and values of the new nodes are stored in `work.cache`."""
         ...
 
     @property
-    def team(self) -> ThreadCount:
-        """Threads for what is computed beside it, at the moment."""
+    def threads(self) -> int | None:
+        """Number of threads that a forward uses; None: torch's number."""
         ...
 
     @property
     def backend(self) -> Backend | None:
-        """What torch.compile is to compile layers by, draft nets' too; None: nothing is compiled."""
+        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is compiled."""
         ...
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
-        """Another model, one that drafts, run in the same way where that suits it."""
+        """A draft model with a runner of this kind; unchanged if it does not suit the model."""
         ...
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V]."""
         ...
 
-    ops: Ops  # of cycles
-    records_cycles: bool  # drafts, passes and commits are one recording: nothing in it can be timed for itself
-
     def wrap_cycle(self, cycle: Any) -> Any:
-        """How the cycles of one decoder are run (`core.cycle.CycleRunner`): as they are, or by recordings of them."""
+        """The runner of a decoder's cycles (a `core.cycle.CycleRunner`): `cycle` itself, or one that replays recordings of them."""
         ...
 
 
@@ -363,11 +366,10 @@ class TargetSession:
 
 
 class ModelRunner:
-    """The model's own forward, with our masks and our cache."""
+    """Runs the model's own forward, with a 4-D mask and our cache."""
 
     name, form = "model", EXACT
     threads: int | None = None
-    team: ThreadCount = None
     backend = None
     records_cycles = False
 

@@ -370,7 +370,7 @@ class EagleSession(DraftSession):
         position_BN = begin_B1 + offset_BN
         if self.drafter.compiled is None:
             return self.net(hidden, embeddings, position_BN, self.cache)
-        return self.drafter.compiled(self.net, hidden, embeddings, position_BN, self.cache.now())
+        return self.drafter.compiled(self.net, hidden, embeddings, position_BN, self.cache.layer_cache())
 
     def _inputs(self, ids_RN: Tensor, hidden_RND: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_RND, self._cast(self.drafter.embed(ids_RN))

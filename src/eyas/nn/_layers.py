@@ -235,7 +235,7 @@ class FusedLayer:
 
     @staticmethod
     def suits(shape: LayerShape) -> bool:
-        """Whether the kernels know these sizes."""
+        """Whether the kernels support these sizes."""
         return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
 
     def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
@@ -248,9 +248,10 @@ class FusedLayer:
         return x_RND
 
     def attention_pass(self, contents: CacheContents, position_RN: Tensor, width: int) -> Pass:
-        """What the kernels need to know to attend, and to store keys and values.
+        """The kernels' input for attention, and for storing keys and values.
 
-        width: slots that may be in use, the next nodes' included.
+        Args:
+            width: upper bound of the slots in use, those of the new nodes included.
         """
         visible_RNT = contents.visible_RNT.contiguous()
         cosine, sine = self.tables(width)

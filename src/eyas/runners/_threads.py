@@ -1,10 +1,10 @@
-"""How many threads a pass uses: as many as make it fastest, and one for a while when others take the cores away.
+"""Chooses the number of threads of each forward: the fastest number, or one while other processes use the cores.
 
-Threads wait for each other some eighty times a pass. Where another process runs on one of the cores, each of those waits can last until the
-system gives the core back, and a pass of 3 ms takes 200. So passes are watched, by kind: a few that take several times what is usual there,
-and the next ones run on one thread; after a while all are tried again. The other way round, fewer than there could be were perhaps chosen
-while something else was running: now and then a pass tries twice as many, and where that is faster again and again they stay. Which thread
-sums what does not matter to the results.
+The threads of a forward wait for each other some eighty times. If another process runs on one of the cores, each wait can last until the
+system gives the core back, and a forward of 3 ms takes 200 ms. So forwards are timed, by kind. After a few that take several times as long
+as usual for their kind, forwards run on one thread for some seconds; then all threads are tried again. Conversely, the number may have been
+chosen while another process was running: now and then a forward tries twice as many threads, and if that is faster several times in a row,
+the number stays doubled. Results do not depend on the number of threads.
 
 This module knows no model.
 """
@@ -15,34 +15,35 @@ from collections.abc import Hashable
 
 __all__ = ["Threads"]
 
-SLOW = 3.0  # times the usual
-STRIKES = 3.0  # slow passes, each usual one between them taking back a quarter
-FORGET = 1.01  # the usual time is the shortest seen, and grows by this with every pass: texts become longer, clocks slower
-REST, LONGEST_REST = 2.0, 60.0  # seconds on one thread
-EVERY, FASTER, WINS = 32, 0.9, 3  # each such pass tries more threads; of the usual time; trials in a row
+SLOW = 3.0  # a forward is slow if it takes this many times the usual time
+STRIKES = 3.0  # slow forwards after which one thread is used; each usual forward between them takes back a quarter of one
+FORGET = 1.01  # the usual time is the shortest one, multiplied by this with every forward: texts become longer, clocks slower
+REST, LONGEST_REST = 2.0, 60.0  # seconds on one thread: at first, and at most
+EVERY = 32  # every so many forwards one tries twice the threads
+FASTER, WINS = 0.9, 3  # the number is doubled after this many trials in a row that took less than this share of the usual time
 
 
 class Threads:
-    """Decides before each pass, and learns from each.
+    """Chooses the number of threads before each forward, and learns from its time.
 
     Args:
-        most: threads where nothing is in the way, as far as is known.
-        ceiling: how many there could be; default: no more.
+        most: number of threads while no other process uses the cores.
+        ceiling: largest number to try; default: `most`.
     """
 
     def __init__(self, most: int, ceiling: int = 0) -> None:
         self.most, self.ceiling = most, max(most, ceiling)
         self.strikes, self.rest = 0.0, REST
-        self.until = -1.0  # when one thread's time is over
+        self.until = -1.0  # the time until which one thread is used
         self._usual: dict[Hashable, float] = {}
         self._passes, self._wins = 0, 0
 
     def now(self, clock: float) -> int:
-        """Threads for what is computed now, beside a pass."""
+        """Number of threads for work outside of a forward, at this time."""
         return 1 if clock < self.until else self.most
 
     def next(self, clock: float) -> int:
-        """Threads for a pass that begins now."""
+        """Number of threads for the forward that begins at this time."""
         self._passes += 1
         return min(2 * self.most, self.ceiling) if self._tries(clock) else self.now(clock)
 
@@ -50,7 +51,7 @@ class Threads:
         return began >= self.until and self.most < self.ceiling and self._passes % EVERY == 0
 
     def learn(self, kind: Hashable, began: float, ended: float) -> None:
-        """What a pass took that `next` was asked for when it began. kind: passes that take as long as each other."""
+        """Learn from a forward, for which `next` was called when it began. `kind`: forwards of one kind take equally long."""
         took, usual = ended - began, self._usual.get(kind)
         if began < self.until:
             return

@@ -29,11 +29,11 @@ from eyas.runners.cpu_ops import KernelOps
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 
-# Model types whose decoder layers are: norm, attention with rotary positions (norms of heads, biases where there are any), norm, gated MLP.
+# Model types whose decoder layers are: norm, attention with RoPE (norms of heads and biases are optional), norm, gated MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
-TURNS = 6  # passes that each number of threads is tried with
-CLOSE = 1e-4  # of the largest logit: what a sum in another order may change
+ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
+TURNS = 6  # timed forwards for each number of threads, the warm-up included
+CLOSE = 1e-4  # tolerance, relative to the largest logit: another order of summation changes less
 
 
 class UnsuitedError(Exception):
@@ -61,7 +61,7 @@ def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
 
 
 class CpuRunner:
-    """Runs a target's forwards by compiled kernels."""
+    """Runs the forwards of a target by compiled kernels."""
 
     name = "kernels"
     backend = None
@@ -89,7 +89,7 @@ class CpuRunner:
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
-        self.ops: Ops = KernelOps(self.team, self.output)
+        self.ops: Ops = KernelOps(self.current_threads, self.output)
 
     @property
     def threads(self) -> int | None:
@@ -97,7 +97,8 @@ class CpuRunner:
         return self.pace.most
 
     @property
-    def team(self) -> ThreadCount:
+    def current_threads(self) -> ThreadCount:
+        """The number of threads at the moment, for kernels outside of the forward."""
         return lambda: self.pace.now(time.perf_counter())
 
     @torch.inference_mode()
@@ -132,7 +133,7 @@ class CpuRunner:
     def _run(self, work: ForwardInput) -> TargetOutput:
         R, Q = work.tokens_RQ.shape
         target, D = self.target, self.shape.hidden
-        x_MD = target.embed(work.tokens_RQ).reshape(R * Q, D)  # ours to overwrite: a lookup makes a new one
+        x_MD = target.embed(work.tokens_RQ).reshape(R * Q, D)  # a new tensor, which the kernels overwrite
         features_MF = torch.empty(R * Q, D * len(work.feature_layers))
         inner = sorted({k for k in work.feature_layers if k < target.num_layers})
         in_order = list(work.feature_layers) == inner or list(work.feature_layers) == [*inner, target.num_layers]
@@ -160,7 +161,7 @@ class CpuRunner:
         return kernels.linear(self.output, hidden.float(), self.layers.threads)
 
     def _logits(self, x_RQD: Tensor, last_MD: Tensor, last_only: bool) -> Tensor:
-        """Logits [R, Q or 1, V]; the final norm goes into `last`."""
+        """Logits [R, Q or 1, V]; writes the hidden states after the final norm to `last_MD`."""
         R, Q, D = x_RQD.shape
         rows_MD = x_RQD.view(R * Q, D)
         if not last_only:

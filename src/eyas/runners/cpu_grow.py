@@ -1,7 +1,7 @@
-"""Dynamic trees of EAGLE's nets in one call of the compiled kernels: the trees of `drafters._grow.grow_dynamic`, all levels at once.
+"""Grows the dynamic tree of an EAGLE net, all levels, in one call of the compiled kernels: the same tree as `drafters._grow.grow_dynamic`.
 
-For rows that are greedy or sample by a temperature alone, and drafts without a window; others grow level by
-level.
+It supports rows that are greedy or sample by a temperature alone, and drafts without a window. In other cases `grow_dynamic` grows the
+tree level by level.
 """
 
 from __future__ import annotations
@@ -38,33 +38,40 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
     if fused is None:
         return None
     table = getattr(target.family.embedding, "weight", None) if own_table is None else own_table
-    plain, D = target.family.embed_scale == 1.0 or own_table is not None, fused.shape.hidden
-    if table is None or not plain or table.dtype != torch.float32 or table.shape[1] != D:
+    unscaled, D = target.family.embed_scale == 1.0 or own_table is not None, fused.shape.hidden
+    if table is None or not unscaled or table.dtype != torch.float32 or table.shape[1] != D:
         return None
     packed = _packed_net(net, table.detach(), ids_v, lm_head)
     return None if packed is None or packed.head.inputs != D else Grower(fused, packed)
 
 
 def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
+    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's and EAGLE-3's."""
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
         return kernels.Net(lm_head, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
         return kernels.Net(
-            lm_head if net.head is None else net.head.matrix, table, fuse=_fused(net), embed_norm_D=net.layer.embed_norm.weight.detach(),
-            hidden_norm_D=net.layer.hidden_norm.weight.detach(), norm_D=net.norm.weight.detach(), ids_v=ids_v,
-            residual_normed=net.plan.norm_before_residual, carries_normed=net.plan.carries_normed,
-        )  # fmt: skip
+            lm_head if net.head is None else net.head.matrix,
+            table,
+            fuse=_fusing_matrix(net),
+            embed_norm_D=net.layer.embed_norm.weight.detach(),
+            hidden_norm_D=net.layer.hidden_norm.weight.detach(),
+            norm_D=net.norm.weight.detach(),
+            ids_v=ids_v,
+            residual_normed=net.plan.norm_before_residual,
+            carries_normed=net.plan.carries_normed,
+        )
     return None
 
 
-def _fused(net: Any) -> kernels.Matrix | None:
-    """The matrix that fuses features; None when norms do it too."""
-    alone = isinstance(net.fc, KernelLinear) and net.fc_norm is None and net.input_norm is None
-    return net.fc.matrix if alone and not net.fc.matrix.inputs % 16 else None
+def _fusing_matrix(net: Any) -> kernels.Matrix | None:
+    """The matrix that fuses features (fc); None if norms are part of the fusion."""
+    fc_only = isinstance(net.fc, KernelLinear) and net.fc_norm is None and net.input_norm is None
+    return net.fc.matrix if fc_only and not net.fc.matrix.inputs % 16 else None
 
 
-def _plain(sampling: Sampling) -> bool:
-    """A row's distribution is softmax(logits / temperature), or its argmax."""
+def _temperature_only(sampling: Sampling) -> bool:
+    """Whether the row's distribution is softmax(logits / temperature), or the argmax."""
     return (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1.0, 0.0, 1.0)
 
 
@@ -79,14 +86,14 @@ def _one_node(rows: int) -> Tensor:
 
 
 class Grower:
-    """Grows trees for one net."""
+    """Grows the dynamic trees of one net: a `core.ops.TreeGrower`."""
 
     def __init__(self, layer: FusedLayer, net: kernels.Net) -> None:
         self.layer, self.net = layer, net
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
-        return cycle_input.history_BV is None and all(_plain(sampling) for sampling in cycle_input.sampling)
+        return cycle_input.history_BV is None and all(_temperature_only(sampling) for sampling in cycle_input.sampling)
 
     @property
     def fuses_features(self) -> bool:
@@ -101,9 +108,9 @@ class Grower:
         B = len(length_B)
         noise_BLv = None
         if tree.noise == "coupled" and not cycle_input.noise.all_greedy:
-            which = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
+            vocab = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, tree.depth + 1)
-            noise_BLv = cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, which)
+            noise_BLv = cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab)
         plan = kernels.Plan(
             depth=tree.depth,
             branch=tree.branch,
@@ -119,9 +126,9 @@ class Grower:
         cache.at(slice(0, B), lambda: position_B1, width)
         cache.see(length_B, _one_node(B))
         contents = cache.contents()
-        assert contents is not None, "there is no window"
-        where = self.layer.attention_pass(contents, position_B1, width)
-        grown = kernels.grow(self.net, self.layer.layer, plan, where, pending, cycle_input.tokens_B)
+        assert contents is not None, "the kernels do not support a window"
+        attention_pass = self.layer.attention_pass(contents, position_B1, width)
+        grown = kernels.grow(self.net, self.layer.layer, plan, attention_pass, pending, cycle_input.tokens_B)
         drafted_tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None
         return Draft(drafted_tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

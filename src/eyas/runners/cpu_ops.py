@@ -49,8 +49,8 @@ class KernelOps(CycleKernels):
     """The operations of `CycleKernels`, and draft nets by kernels: for targets that run by kernels themselves.
 
     Args:
-        threads: for draft nets, asked for anew at every call.
-        lm_head: the target's.
+        threads: number of threads of draft nets; a function is called for each forward.
+        lm_head: the target's lm_head, packed for the kernels.
     """
 
     draft_formats = ("exact", "int4")

@@ -29,7 +29,7 @@ from eyas.core.cycle import Cycle, CycleRunner
 from eyas.core.ops import REFERENCE
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
-from eyas.kernels import EXACT, ThreadCount
+from eyas.kernels import EXACT
 from eyas.nn import Backend
 from eyas.runners.attention import packed
 from eyas.runners.compiled import CompiledLayers
@@ -202,7 +202,6 @@ class GraphRunner:
 
     form = EXACT
     threads: int | None = None
-    team: ThreadCount = None
     ops = REFERENCE
     records_cycles = True
 

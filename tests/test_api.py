@@ -8,7 +8,7 @@ import shutil
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import eyas
 import toy_tokenizer
 import zoo
 from eyas import checkpoints
-from eyas.api import LLM
+from eyas.api import LLM, load
 from eyas.arguments import GenerateKeywords
 from eyas.core import engine as decode
 from eyas.core.engine import Decoder, Request
@@ -432,3 +432,16 @@ def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Pat
     (bare / "tokenizer.json").write_text((folders[0] / "tokenizer.json").read_text()[:500])
     with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be loaded: tokenizer.json is no valid JSON"):
         eyas.load(bare)
+
+
+@pytest.mark.parametrize(("option", "words"), [({"method": 5}, "not int; known: eagle1"), ({"weights": None}, "unknown weights None")])
+def test_an_option_of_a_wrong_type_is_one_line(llm: LLM, option: dict[str, Any], words: str) -> None:
+    """Both ended in a TypeError of the search for a similar name."""
+    with pytest.raises(OptionError, match=words):
+        load(llm.target.model, **option)
+
+
+def test_a_system_message_that_is_no_text_is_refused_at_once(llm: LLM) -> None:
+    """It was taken, and broke the chat's repr and its first turn."""
+    with pytest.raises(InputError, match="a system message must be a string, not int"):
+        llm.chat(cast(Any, 5))

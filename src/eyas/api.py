@@ -260,7 +260,7 @@ def _load_drafter(
 def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
     for name in options:
         if not _has(kind, name):
-            known = [*flags(kind.Options), *LOAD_KEYWORDS]
+            known = [*flags(kind.Options, deprecated=False), *LOAD_KEYWORDS]
             raise UnknownOptionError(name, near(name, known))
     return kind.from_pretrained(source, target, build_options(kind.Options, options))
 
@@ -537,6 +537,8 @@ class Chat:
         self.llm = llm
         self.keywords = generate_keywords(keywords)
         sampling_of(self.keywords)  # impossible values are refused here
+        if system is not None and not isinstance(system, str):
+            raise InputError(f"a system message must be a string, not {type(system).__name__}")
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=1, reuse=True)
 

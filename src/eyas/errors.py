@@ -51,10 +51,10 @@ class CheckpointError(EyasError):
     """A draft head that cannot be loaded, with the names and shapes that differ."""
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def near(name: object, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known names, or all of them."""
     names = sorted(known)
     if not names:
         return "there are none"
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"

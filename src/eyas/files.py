@@ -2,6 +2,7 @@
 
     write_atomically    a file is replaced as a whole: temporary name, fsync, rename
     locked_output       one process at a time writes into an output; the second one is refused
+    check_output_folder the same question before anything slow is done
     remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed
     is_altered          whether a file differs from the checksum that was shipped with it
@@ -30,6 +31,7 @@ from eyas.errors import InputError
 
 __all__ = [
     "CHECKSUMS",
+    "check_output_folder",
     "is_altered",
     "locked_output",
     "parse_json",
@@ -172,6 +174,20 @@ def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
         with suppress(OSError):
             file.write_text("")
         lock.release()
+
+
+def check_output_folder(folder: str | Path) -> None:
+    """Refuse a folder that cannot be written into, before anything slow is done. Nothing is made.
+
+    Raises InputError when another process holds its lock (`locked_output`), or when the path is
+    no folder. The work itself takes the lock again.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        with locked_output(folder):
+            return
+    if folder.exists():
+        raise InputError(f"cannot write into {folder}: it is a file; name a folder")
 
 
 def _holder(file: Path) -> str:

@@ -95,7 +95,7 @@ def test_help_of_generate(run: Run) -> None:
     for name in drafters.names():
         for option in list_options(drafters.find(name).Options):
             flag = f"--{option.name.replace('_', '-')} "
-            assert (flag in everything) == (not option.use), option
+            assert (flag in everything) == (not option.use and not option.deprecated), option
     one = " ".join(run("generate", "--method", "eagle3", "--help").output.replace("│", " ").split())
     assert "verified per cycle, the root included. [default: 60]" in one.lower()
     assert "--tree.choices" not in one
@@ -192,6 +192,15 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
     assert "pytest>=99" not in shown.output
     monkeypatch.setattr(tiny, "FOLDER", embedded / "nowhere")
     assert "the embedded model is not here" in run("doctor").output
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])
+def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: str) -> None:
+    """A list of checksums that is no object ended in a traceback; an empty one was taken for a good one."""
+    (embedded / "checksums.json").write_text(content)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1, result.exception
+    assert any("checksums.json" in problem for problem in json.loads(result.stdout)["problems"])
 
 
 @pytest.mark.skipif(not HERE, reason="the weights of the embedded model and its head are not in this tree")

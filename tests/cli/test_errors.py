@@ -37,8 +37,11 @@ BAD = {
     "an option for training": ((*GENERATE, "x", "--ttt.steps", 3), ["unknown option --ttt.steps"]),
     "option of another method": (
         (*GENERATE, "x", "--draft", "head", "--tree.choices", "chain"),
-        ["unknown option 'tree.choices'", "or tree.nodes", "--tree.choices is an option of eagle1"],
+        ["--tree.choices is an option of eagle1, ", ", not of the method in use"],
     ),
+    "a mistyped option, and an old name nearby": ((*GENERATE, "x", "--tree.sharpnes", 2), ["unknown option --tree.sharpnes; did you mean"]),
+    "an option where a command is expected": (("--bogus",), ["unknown option '--bogus'; known: bench", "tune (see eyas --help)"]),
+    "unknown subcommand": (("datastore", "bogus"), ["(see eyas datastore --help)"]),
     "option of no method": ((*GENERATE, "x", "--tree.nods", 3), ["--tree.nods", "--tree.nodes"]),
     "impossible option": ((*GENERATE, "x", "--draft", "head", "--tree.nodes", 0), ["tree.nodes must be a whole number, 1 or more, got 0"]),
     "a method that needs a head": ((*GENERATE, "x", "--method", "eagle2"), ["needs a trained head", "--draft"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import processes
 from eyas import checkpoints
+from eyas.files import locked_output
 from eyas.train import loop
 
 pytestmark = pytest.mark.slow
@@ -188,3 +190,16 @@ def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str,
     last = result.stderr.splitlines()[-1]
     assert last.startswith("eyas: error: ")
     assert words in last
+
+
+def test_a_busy_output_is_refused_before_the_target_is_read(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second training read the target and the data, for minutes, before it was refused."""
+    monkeypatch.setattr("eyas.cli.train.load_target", lambda *_: pytest.fail("the target was read"))
+    folder = Path(str(command[command.index("--output") + 1]))
+    folder.mkdir(exist_ok=True)
+    with locked_output(folder):
+        result = run(*command)
+    assert result.exit_code == 2, result.output
+    assert f"{folder} is being written by process {os.getpid()} on " in result.stderr

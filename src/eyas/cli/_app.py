@@ -69,8 +69,9 @@ def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundAr
     Raises CycloptsError or UsageError when the arguments do not fit.
     """
     tokens = [STDIN if token == "-" else token for token in arguments]
-    if tokens and not tokens[0].startswith("-") and tokens[0] not in names():
-        raise UsageError(f"unknown command {tokens[0]!r}; {near(tokens[0], names())}")
+    if tokens and tokens[0] not in names() and tokens[0] not in (*HELP_FLAGS, "--version"):
+        kind = "option" if tokens[0].startswith("-") else "command"
+        raise UsageError(f"unknown {kind} {tokens[0]!r}; {near(tokens[0], names())}")
     parsed = ["--help" if token == "--help-all" else token for token in tokens]
     app = _app(tokens)
     function, bound, unparsed = app.parse_args(parsed, print_error=False, exit_on_error=False)
@@ -91,7 +92,9 @@ def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundAr
 def _place(arguments: Sequence[str]) -> str:
     """The command line up to its options: `eyas datastore build`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
-    known = words[: 2 if words[:1] == ["datastore"] else 1] if words and words[0] in names() else []
+    known = words[:1] if words and words[0] in names() else []
+    if known and words[1:2] and words[1] in getattr(import_module(f"eyas.cli.{known[0]}"), "COMMANDS", {}):
+        known = words[:2]
     return " ".join(["eyas", *known])
 
 
@@ -183,7 +186,7 @@ def _explained(error: cyclopts.CycloptsError) -> str:
     """The error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
-        known = [known for argument in error.argument_collection if argument.parse for known in argument.names]
+        known = [known for argument in error.argument_collection if argument.parse and argument.show for known in argument.names]
         return f"unknown option {name}; {near(name, known)}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}: give texts with spaces in quotes"

@@ -63,7 +63,12 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         with quiet(verbose):
             return load_llm(**arguments)
     except UnknownOptionError as error:
-        raise OptionError(f"{error}{_owners(error.option)}") from error
+        owners = _owners(error.option)
+        if not owners:
+            raise
+        name = f"--{error.option.replace('_', '-')}"
+        message = f"{name} is an option of {', '.join(owners)}, not of the method in use: leave it out, or choose another --method"
+        raise OptionError(message) from error
 
 
 def check_exact(model: TargetOptions) -> None:
@@ -83,13 +88,12 @@ def load_target(model: TargetOptions, device: str | None = None) -> LLM:
     return load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
 
 
-def _owners(option: str) -> str:
-    """Which methods have an option that the one in use has not."""
+def _owners(option: str) -> list[str]:
+    """The methods that have an option."""
     from eyas import drafters
     from eyas.core.options import list_options
 
-    owners = [m for m in drafters.names() if any(o.name == option for o in list_options(drafters.find(m).Options))]
-    return f"; --{option.replace('_', '-')} is an option of {', '.join(owners)}" if owners else ""
+    return [m for m in drafters.names() if any(o.name == option for o in list_options(drafters.find(m).Options))]
 
 
 def need_packages(command: str, extra: str, *packages: str) -> None:

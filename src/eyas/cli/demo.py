@@ -47,13 +47,13 @@ class Prompt(NamedTuple):
 
 
 PROMPTS = (
-    Prompt("Hi! I would like to book a table for two at an Italian restaurant in San Jose."),
-    Prompt("I had a long day at work and I am really tired. What do you do for fun?"),
+    Prompt("I want to book a table for two in San Jose tonight."),
+    Prompt("I would like to see a movie tonight."),
     Prompt(
         "Once upon a time, there was a little girl named Lily. She lived in a small house with her mom and",
         raw=True,
     ),
-    Prompt("What will the weather be like in London on Friday?"),
+    Prompt("I need a doctor's appointment next Tuesday."),
     Prompt("I need to find a train from Cambridge to London for Monday morning."),
 )
 GROUP = "Answers"

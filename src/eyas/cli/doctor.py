@@ -157,6 +157,8 @@ def _intact(folder: Path) -> Finding:
     except (OSError, ValueError, RecursionError) as error:
         unread = f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again"
         return Finding("embedded", False, unread)
+    if not isinstance(expected, dict) or not expected:
+        return Finding("embedded", False, f"{CHECKSUMS} lists no files: install eyas again")
     other = [name for name, digest in expected.items() if actual.get(name) != digest]
     if other:
         return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas again")

@@ -45,7 +45,7 @@ def _describe(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "summary": method.summary,
-        "options": flags(method.Options),
+        "options": flags(method.Options, deprecated=False),
         "needs_head": method.needs_weights,
         "trainable": method.trainable,
     }
@@ -59,7 +59,7 @@ def _text(method: dict[str, Any], in_full: bool) -> str:
     kind = "needs a draft head" if method["needs_head"] else "no draft head"
     trainable = "; trainable" if method["trainable"] else ""
     lines = [f"{method['name']}  ({kind}{trainable})", _folded(method["summary"], "    ")]
-    options = list(list_options(drafters.find(method["name"]).Options))
+    options = [o for o in list_options(drafters.find(method["name"]).Options) if not o.deprecated]
     names = {o.name: f"--{o.name.replace('_', '-')} {o.shown_default}".replace(" ", "\0") for o in options}
     if in_full:
         for option in options:

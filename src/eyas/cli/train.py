@@ -10,6 +10,7 @@ import io
 import os
 import time
 from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from eyas.cli._data import check_layers, check_source, training_data, training_options
@@ -17,6 +18,7 @@ from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import check_exact, load_target, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
 from eyas.errors import EyasError, OptionError
+from eyas.files import check_output_folder
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -101,6 +103,8 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     if head.init and (described := [f"--{name}" for name in options if name.startswith("head.")]):
         raise OptionError(f"--init names a finished head: leave {', '.join(described)} out")
     method_options = build_options(kind.Options, options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        check_output_folder(Path(head.output).expanduser())
     llm = load_target(model, _device(model.device))
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")

@@ -254,12 +254,11 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
-            raise UnknownOptionError(prefix + name, near(prefix + name, flags(kind, prefix)))
+            raise UnknownOptionError(prefix + name, near(prefix + name, flags(kind, prefix, deprecated=False)))
         if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
             if not rest and not isinstance(value, Mapping):
-                raise OptionError(
-                    f"option {prefix + name!r} is a group; give {', '.join(flags(type(getattr(defaults, head)), name + '.'))}"
-                )
+                inner_names = flags(type(getattr(defaults, head)), name + ".", deprecated=False)
+                raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(inner_names)}")
             groups.setdefault(head, {}).update({rest: value} if rest else value)
         else:
             changes[head] = value
@@ -268,9 +267,11 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     return replace(defaults, **changes)
 
 
-def flags(kind: type, prefix: str = "") -> dict[str, Any]:
-    """All dotted option names of a dataclass with their default values."""
+def flags(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
+    """All dotted option names of a dataclass with their default values; `deprecated`: old names too."""
     found: dict[str, Any] = {}
-    for name, value in ((f.name, getattr(kind(), f.name)) for f in fields(kind)):
-        found.update(flags(type(value), f"{prefix}{name}.") if is_dataclass(value) else {prefix + name: value})
+    for field in fields(kind):
+        name, value = prefix + field.name, getattr(kind(), field.name)
+        if deprecated or "deprecated" not in field.metadata:
+            found.update(flags(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
     return found

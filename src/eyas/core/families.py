@@ -181,6 +181,9 @@ def describe(model: PreTrainedModel) -> Family:
     kinds = _kinds(config)
     _refuse_layers(config, kinds)
     _refuse_positions(config, base)
+    layers = _layers(config, base)
+    if len(layers) == 0:
+        raise _refusal(config, "its configuration asks for no layers: repair num_hidden_layers in config.json")
     mask_kinds = kinds if TAKES_DICT.get(config.model_type, _takes_dict(code)) else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
         raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
@@ -192,7 +195,7 @@ def describe(model: PreTrainedModel) -> Family:
         softcap=_first(config, SOFTCAPS),
         logit_scale=_scale(config, LOGIT_SCALES),
         embed_scale=_scale(config, EMBED_SCALES),
-        layers=_layers(config, base),
+        layers=layers,
         base=base,
         head=ends.get_output_embeddings(),
         embedding=ends.get_input_embeddings(),

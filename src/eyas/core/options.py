@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from eyas.errors import OptionError
 
-__all__ = ["NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options", "parse_option", "plain_type"]
+__all__ = ["DEPRECATED", "NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options", "parse_option", "plain_type"]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
+DEPRECATED = {"deprecated": True}  # metadata of a field that is an old name: it is read, and no list or hint shows it
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Option:
     help: str
     use: str
     """Where the option has an effect: TRAINING, NEW_HEADS or "" (everywhere)."""
+    deprecated: bool = False
+    """Whether this is an old name, which still works."""
 
     @property
     def shown_default(self) -> str:
@@ -53,7 +56,7 @@ def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
             continue
         annotation, *marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
         use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
-        yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use)
+        yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use, "deprecated" in field.metadata)
 
 
 def plain_type(annotation: Any) -> Any:

@@ -24,6 +24,8 @@ def names() -> list[str]:
 
 def find(name: str) -> type[Drafter]:
     """The method of that name, or at that dotted path. OptionError for one that is not there."""
+    if not isinstance(name, str):
+        raise OptionError(f"a method is the name of one, not {type(name).__name__}; known: {', '.join(names())}")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if not dotted and name not in names():
         raise OptionError(f"unknown method {name!r}; {near(name, names())}")

@@ -27,7 +27,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Shape
+from eyas.core.options import DEPRECATED
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.drafters._options import check_choice, check_whole, current_noise
@@ -68,7 +69,7 @@ class DynamicTree:
     confidence_temperature: float = 0.5
     """A child's chance is softmax(log q / this), greedily or with coupled noise; 1: as in the
     paper."""
-    sharpness: float | None = None
+    sharpness: float | None = field(default=None, metadata=DEPRECATED)
     """Old name: 1 / confidence_temperature."""
 
     def __post_init__(self) -> None:

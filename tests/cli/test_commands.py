@@ -176,6 +176,19 @@ def test_doctor_when_all_is_well(run: Run) -> None:
     assert "all is well" in shown.output
 
 
+def test_doctor_without_kernels(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked the kernels for AMX before it asked whether they are there, and ended in a traceback."""
+    from eyas import kernels
+    from eyas.kernels import UnavailableError
+
+    def absent() -> bool:
+        raise UnavailableError("no compiler")
+
+    monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(kernels, "has_amx", absent)
+    assert "no compiler" in json.loads(run("doctor", "--json").stdout)["fast_paths"]["compiled kernels (CPU)"]
+
+
 def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A report that is always green would be worse than none."""
     (embedded / "tokenizer_config.json").write_text("{}")

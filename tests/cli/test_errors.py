@@ -288,3 +288,21 @@ def test_out_of_memory_is_one_line(refused: Run, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(generate, "_answer_one", greedy)
     assert "out of memory" in refused(*GENERATE, "--method", "vanilla", "x")
+
+
+def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers makes an ImportError of it, and eyas said that a method cannot be loaded."""
+    import signal
+
+    from eyas.cli._errors import exit_status
+    from eyas.errors import OptionError
+
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise OptionError("method 'eagle1' cannot be loaded") from ImportError("PreTrainedModel")
+        return 0
+
+    assert exit_status(command) == 130
+    assert capsys.readouterr().err == "eyas: interrupted\n"

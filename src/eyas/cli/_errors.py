@@ -73,7 +73,8 @@ def exit_status(run: Callable[[], int | None]) -> int:
         except KeyboardInterrupt:
             note("interrupted")
         except Exception as error:
-            line = _mistake(error)
+            cut_off = interrupted and isinstance(error.__cause__, ImportError)  # a module was being imported
+            line = None if cut_off else _mistake(error)
             if line is not None:
                 if line:
                     problem(line)

@@ -99,9 +99,9 @@ def _fast_paths() -> dict[str, str]:
     """What makes a forward pass faster than the model's own."""
     from eyas import kernels
 
-    built = f"built and loaded{', with AMX' if kernels.has_amx() else ''}"
+    reason = kernels.why_not()
     return {
-        "compiled kernels (CPU)": kernels.why_not() or built,
+        "compiled kernels (CPU)": reason or f"built and loaded{', with AMX' if kernels.has_amx() else ''}",
         "CUDA graphs": "with --kernels on, with torch.compile as well: --kernels compile; not yet run on a GPU",
     }
 

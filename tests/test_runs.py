@@ -22,6 +22,8 @@ from eyas.errors import EyasError, InputError
 from eyas.train.config import TrainConfig
 from eyas.train.features import layers_for_training
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 RUNS = Path(__file__).parents[1] / "runs"
 TINY = [
     "--seeds",

@@ -128,6 +128,8 @@ class Without:
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
 sys.argv = ["eyas", *{arguments!r}]
 from eyas.cli import main
+
+pytestmark = pytest.mark.slow  # processes of their own
 main()
 """
 

@@ -168,6 +168,7 @@ def test_the_joint_law_is_the_targets(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.slow
 def test_numbers_that_are_read_twice_are_noticed(rule: str) -> None:
     """The power of the test above."""
     assert z_of(decode(RULES[rule], noise_of(ReadTwice))) > 20

@@ -17,6 +17,8 @@ from eyas.train.config import TrainConfig
 from train import real
 from train.together import together
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

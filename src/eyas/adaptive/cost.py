@@ -208,21 +208,22 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
     context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
     session.begin(0, 0, context)
     target.open(1, drafter.feature_layers).prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
-    position, one_1, law = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
+    position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
 
     def cycle(shape: Shape) -> float:
         nonlocal position
-        noise, at_1 = GumbelNoise.of(law, target.device), position * one_1
-        roots = CycleInput(7 % target.vocab_size * one_1, at_1, one_1 > 0, law, noise, position, active_rows=(0,), tree_shape=shape)
+        noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
+        tokens_1 = 7 % target.vocab_size * one_1
+        cycle_input = CycleInput(tokens_1, at_1, one_1 > 0, sampling, noise, position, active_rows=(0,), tree_shape=shape)
         drafts = []
-        took = seconds_of(lambda: drafts.append(session.draft(roots)), target.device)
+        took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
         (draft,) = drafts
         position += 1
         N, path_1P = draft.tree.nodes, torch.full((1, draft.tree.max_depth + 1), -1, device=target.device)
         path_1P[0, 0] = 0
         width = target.hidden_size * len(drafter.feature_layers)
-        seen = TargetOutput(_zeros(target, N, target.vocab_size), _zeros(target, N, width))
-        session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + roots.tokens_B, one_1, roots.tokens_B), seen)
+        output = TargetOutput(_zeros(target, N, target.vocab_size), _zeros(target, N, width))
+        session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
         return took
 
     return _time({shape: partial(cycle, shape) for shape in shapes})
@@ -238,9 +239,9 @@ class _ByTurns(Policy):
     def __init__(self, shape: Shape) -> None:
         self.shape, self.plain = shape, False
 
-    def decide(self, roots: CycleInput) -> Decision:
+    def decide(self, cycle_input: CycleInput) -> Decision:
         self.plain = not self.plain
-        return Decision(self.shape, frozenset(roots.active_rows) if self.plain else frozenset())
+        return Decision(self.shape, frozenset(cycle_input.active_rows) if self.plain else frozenset())
 
     def observe(self, steps: Sequence[Step]) -> None:
         pass

@@ -67,17 +67,17 @@ class _Tree(NamedTuple):
 
 @cache
 def sizes(limit: Shape) -> tuple[Shape, ...]:
-    """The sizes that are compared, none larger than `limit`: those that can reach their depth and their number of nodes."""
+    """The sizes that are compared: those within `limit` whose trees can reach their depth and their number of nodes."""
     nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
     branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
-    found = {
+    reachable = {
         Shape(n, d, b)
         for n in nodes
         for d in range(1, limit.depth + 1)
         for b in branches
         if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
     }
-    return tuple(sorted(found)) or (Shape(1, 1, 1),)
+    return tuple(sorted(reachable)) or (Shape(1, 1, 1),)
 
 
 def best(shapes: Sequence[Shape], accepted_S: Array, seconds_S: Array) -> Plan:

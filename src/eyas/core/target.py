@@ -217,11 +217,11 @@ class Target:
     def is_named(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
         shapes, _, sums = fingerprint.partition(":")
-        mine, _, my_sums = self.fingerprint().partition(":")
+        own_shapes, _, own_sums = self.fingerprint().partition(":")
         try:
-            pairs = zip(map(float, sums.split(",")), map(float, my_sums.split(",")), strict=False)
-            return shapes == mine and all(abs(a - b) < 0.02 for a, b in pairs)
-        except ValueError:  # eyas did not write it
+            pairs = zip(map(float, sums.split(",")), map(float, own_sums.split(",")), strict=False)
+            return shapes == own_shapes and all(abs(a - b) < 0.02 for a, b in pairs)
+        except ValueError:  # not a fingerprint of eyas
             return False
 
     @torch.no_grad()

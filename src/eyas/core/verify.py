@@ -135,8 +135,8 @@ def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
     rank_BN = child_BN.cumsum(-1)
     most = int(rank_BN[:, -1].max())
-    found = ((child_BN & (rank_BN == k + 1)) for k in range(most))
-    return [(k, here_BN.int().argmax(-1), here_BN.any(-1)) for k, here_BN in enumerate(found)]
+    kth_child = ((child_BN & (rank_BN == k + 1)) for k in range(most))
+    return [(k, kth_child_BN.int().argmax(-1), kth_child_BN.any(-1)) for k, kth_child_BN in enumerate(kth_child)]
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:

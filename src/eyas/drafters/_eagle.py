@@ -96,11 +96,11 @@ class EagleMethod(Drafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.shape_weight.dtype
+        return self.any_weight.dtype
 
     @property
     @abstractmethod
-    def shape_weight(self) -> Tensor:
+    def any_weight(self) -> Tensor:
         """Any weight of the net: it has the net's dtype."""
 
     @property

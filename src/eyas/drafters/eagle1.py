@@ -180,7 +180,7 @@ class Method(EagleMethod):
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
 
     @property
-    def shape_weight(self) -> Tensor:
+    def any_weight(self) -> Tensor:
         return self.net.layer.mlp.gate.weight
 
     @property

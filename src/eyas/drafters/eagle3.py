@@ -138,7 +138,7 @@ class Method(DynamicEagle):
         return (*_fused_layers(options.head.layers, target), target.num_layers)
 
     @property
-    def shape_weight(self) -> Tensor:
+    def any_weight(self) -> Tensor:
         return self.net.fc.weight
 
     # --- weights

@@ -181,7 +181,7 @@ class Method(EagleMethod):
         self.levels = [Level(fixed.choices, 1 + d, target.device) for d in range(fixed.depth)] if fixed else []
 
     @property
-    def shape_weight(self) -> Tensor:
+    def any_weight(self) -> Tensor:
         return self.net.lm_head[0].get_parameter("weight")
 
     @property

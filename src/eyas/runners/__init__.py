@@ -124,5 +124,5 @@ def _multiplies_fp8(device: torch.device) -> bool:
 def _growing_rope(target: Target) -> str:
     """The kind of RoPE whose frequencies depend on the length of the text ("dynamic", "longrope"); "" if there is none."""
     rope = getattr(target.model.config, "rope_parameters", None) or {}
-    kinds = {found.get("rope_type") for found in (rope, *rope.values()) if isinstance(found, dict)}
+    kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
     return next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")

@@ -18,6 +18,8 @@ import processes
 from eyas import drafters
 from eyas.files import locked_output
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 Run = Callable[..., Any]
 EYAS = [sys.executable, "-m", "eyas"]
 GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 3)
@@ -129,7 +131,6 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
 sys.argv = ["eyas", *{arguments!r}]
 from eyas.cli import main
 
-pytestmark = pytest.mark.slow  # processes of their own
 main()
 """
 

@@ -49,10 +49,7 @@ class Prompt(NamedTuple):
 PROMPTS = (
     Prompt("I want to book a table for two in San Jose tonight."),
     Prompt("I would like to see a movie tonight."),
-    Prompt(
-        "Once upon a time, there was a little girl named Lily. She lived in a small house with her mom and",
-        raw=True,
-    ),
+    Prompt("I want to find events in New York."),
     Prompt("I need a doctor's appointment next Tuesday."),
     Prompt("I need to find a train from Cambridge to London for Monday morning."),
 )

@@ -1,4 +1,4 @@
-"""What the experiments share: chats and books, drafters, answers by `eyas.bench`, intervals, records and figures."""
+"""Shared parts of the experiments: chats and books, drafters, answers by `eyas.bench`, intervals, records and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each part of EAGLE-3 is worth: heads that lack one of them, trained on the same tokens.
+"""Measure the worth of each part of EAGLE-3: heads that lack one of them, trained on the same tokens.
 
     python runs/ablation.py --data chat.jsonl.gz --chats HELDIN.jsonl.gz              (work in out/ablation, docs/results/ablation.json)
     python runs/ablation.py --data chat.jsonl.gz --chats HELDIN.jsonl.gz --target DIR --work out/ablation_other --output other.json

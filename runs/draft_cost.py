@@ -1,4 +1,4 @@
-"""What drafting costs against context: the draft's own time and memory beyond the target's context.
+"""Measure the cost of drafting against context: the draft's own time and memory beyond the target's context.
 
     python runs/draft_cost.py --draft HEAD --rounds 8 --output docs/results/draft_cost.json
 

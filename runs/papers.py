@@ -257,7 +257,7 @@ TRAINED = {
 
 
 def trained(folders: Sequence[Path]) -> str:
-    """What heads are in size, and what their training took, of every folder in `folders` that holds "
+    """Sizes and training costs of the heads in every folder in `folders` that holds "
     "a training."""
     whole, lines = sum(weight.numel() for weight in tiny.model().parameters()), []
     for head in sorted((f for folder in folders for f in folder.iterdir() if f.name in TRAINED), key=lambda f: list(TRAINED).index(f.name)):

@@ -1,4 +1,4 @@
-"""What rounded weights and activations cost: perplexity of given text, and how often the most probable token is another one.
+"""Measure the cost of rounded weights and activations: perplexity of given text, and how often the most probable token is another one.
 
     python runs/rounding.py --chats chat_heldin_300.jsonl.gz --output docs/results/rounding.json                  the embedded model
     python runs/rounding.py --target MODEL --chats chat_heldin_300.jsonl.gz --output FILE.json

@@ -102,7 +102,7 @@ def entry(ours: Sequence[Answer], plain: Sequence[Answer], theirs: Sequence[Answ
 
 
 def rows(by_name: dict[str, list[Answer]]) -> list[dict[str, Any]]:
-    """What each contestant did with each prompt, round by round."""
+    """One entry per contestant, prompt and round."""
     out = []
     for number, plain in enumerate(by_name[PLAIN]):
         row: dict[str, Any] = {"prompt": plain.prompt}

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def command_output(*command: str) -> str | None:
-    """What a program prints on stdout; None when it is not there, fails or hangs."""
+    """The standard output of a program; None if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -58,7 +58,7 @@ class RunningMedian:
 
 @dataclass
 class Arm:
-    """What is known of one way to decode. Tokens are those of one cycle and row."""
+    """The estimated yield and cost of one way to decode. Tokens are those of one cycle and row."""
 
     mean: float  # expected tokens
     variance: float  # of `mean`

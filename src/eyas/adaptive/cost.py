@@ -380,7 +380,7 @@ def load_costs(
 
 
 def _read(path: Path, key: dict[str, Any]) -> Costs | None:
-    """What the file keeps; None: there is none, it is damaged, or it is of another key."""
+    """The costs in the file; None if it is missing, damaged, or belongs to another key."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         content = parse_json(path.read_bytes())
         return Costs.from_json(content["costs"]) if content["key"] == key else None

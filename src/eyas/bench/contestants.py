@@ -1,4 +1,4 @@
-"""What a bench compares: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
+"""The contestants of a bench: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
 
 A contestant answers one question at a time, alone in its batch. The clock starts with the question: the seconds of the first token include
 whatever is prepared for it (caches, generate's own set-up). A cycle lasts from the end of the one before to its own end. For transformers

@@ -65,7 +65,7 @@ def draw(lines: Sequence[Line]) -> str:
 
 
 def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """Of the first cycles of an answer, the one that accepted most draft tokens; None where nothing was drafted."""
+    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:

@@ -38,7 +38,7 @@ NOTES = ("Whatever ends a build, the same command continues it; the old datastor
 
 @option_group
 class BuildOptions:
-    """What the datastore is made from."""
+    """The texts that the datastore is made from."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; may be given several times."""

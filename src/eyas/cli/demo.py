@@ -67,7 +67,7 @@ eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a lin
 
 @option_group
 class DemoOptions:
-    """What is shown."""
+    """The options of `eyas demo`."""
 
     prompts: Annotated[str | None, "Prompt", "FILE"] = None
     """Prompts of yours, one a line."""

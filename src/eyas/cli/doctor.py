@@ -96,7 +96,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _fast_paths() -> dict[str, str]:
-    """What makes a forward pass faster than the model's own."""
+    """The facilities here that run a forward pass faster than the model's own code."""
     from eyas import kernels
 
     reason = kernels.why_not()

@@ -44,7 +44,7 @@ HIDDEN = Parameter(show=False)
 
 @option_group
 class FeatureOptions:
-    """What features are made of, and where they go."""
+    """The data that features are made from, and the folder that they are written to."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; several files are mixed."""

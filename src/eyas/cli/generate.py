@@ -44,7 +44,7 @@ UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
 
 @option_group
 class InputOptions:
-    """What is answered, and where the answers go."""
+    """The prompts to answer, and the file that the answers are written to."""
 
     prompt_ids: Annotated[str | None, "Prompt", "1,2,3"] = None
     """Token ids instead of text."""

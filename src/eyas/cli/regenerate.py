@@ -49,7 +49,7 @@ UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
 
 @option_group
 class RegenerateOptions:
-    """What is answered, and where the conversations go."""
+    """The conversations to answer, and the file that they are written to."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"]
     """Chats (JSONL), .gz too; several files are mixed."""
@@ -100,7 +100,7 @@ def _check(job: RegenerateOptions) -> None:
 
 @dataclass
 class _Counts:
-    """What this run did."""
+    """The counts of one run."""
 
     conversations: int = 0
     replies: int = 0

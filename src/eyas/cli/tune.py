@@ -39,7 +39,7 @@ NOTES = (
 
 @option_group
 class TuneOptions:
-    """What is measured."""
+    """The options of `eyas tune`."""
 
     draft: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The draft head: a folder or a hub id."""

@@ -1,4 +1,4 @@
-"""What methods with one head per token ahead share (Medusa, Hydra): fixed trees by rank, a session with one feature a row, the loss of all
+"""Shared by methods with one head per token ahead (Medusa, Hydra): fixed trees by rank, a session with one feature a row, the loss of all
 heads. Their children are chosen, not sampled.
 
 Letters: B rows, N nodes (M without the root), Q nodes of a level, W ranks, D hidden, V vocabulary; in

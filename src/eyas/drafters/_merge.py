@@ -57,7 +57,7 @@ class Session(DraftSession):
         self.match_BM = torch.empty(0)  # the node of the first tree that stands for the same tokens as each of the second, or -1
 
     def keep(self, row: int, length: int) -> int:
-        """What both sessions still know; each may know less than it is asked to keep."""
+        """The number of tokens that both sessions still know; each may know less than it is asked to keep."""
         first = self.first.keep(row, length)
         kept = self.second.keep(row, first)
         if kept < first and self.first.keep(row, kept) < kept:

@@ -121,7 +121,7 @@ def layer_shape(config: Mapping[str, Any]) -> LayerShape:
 
 
 def layer_config(shape: LayerShape) -> dict[str, Any]:
-    """What a checkpoint's config says of a layer."""
+    """The shape of the decoder layer that a checkpoint's config describes."""
     return {name: getattr(shape, name) for name in LAYER_KEYS}
 
 

@@ -45,7 +45,7 @@ class Index(ABC):
 
     @abstractmethod
     def guesses(self) -> list[Guess]:
-        """What may follow the text: parents before children, siblings distinct."""
+        """Guessed continuations of the text: parents before children, siblings distinct."""
 
 
 class TextSession(DraftSession):

@@ -151,7 +151,7 @@ def _name_of(layer: nn.Module, kind: str) -> str:
 
 
 def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """What each part returns: None = a tensor; n = a tuple of a tensor and n further values. Observed in one pass over two tokens."""
+    """Each part's output: None = a tensor; n = a tuple of a tensor and n further values. Observed in one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:

@@ -75,7 +75,7 @@ class Options:
     """Of Hydra++'s layer."""
     head: NewHeads = field(default_factory=NewHeads)
     objective: Annotated[Objective, TRAINING] = "law"
-    """What a head learns: the tokens of the data, or the target's distribution (law)."""
+    """A head learns the tokens of the data, or the target's distribution (law)."""
 
     def __post_init__(self) -> None:
         check_objective(self.objective)

@@ -105,7 +105,7 @@ class Options:
     tree: HeadTree = field(default_factory=HeadTree)
     head: NewHeads = field(default_factory=NewHeads)
     objective: Annotated[Objective, TRAINING] = "tokens"
-    """What a head learns: the tokens of the data, or the target's distribution (law)."""
+    """A head learns the tokens of the data, or the target's distribution (law)."""
 
     def __post_init__(self) -> None:
         check_objective(self.objective)

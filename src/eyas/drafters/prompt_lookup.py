@@ -93,7 +93,7 @@ class NgramIndex(Index):
 
 
 class Method(Drafter):
-    """What followed the last tokens earlier in the row's own text."""
+    """The tokens that followed the last ones earlier in the row's own text."""
 
     Options: ClassVar[type] = Options
     summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"

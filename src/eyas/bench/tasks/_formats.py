@@ -147,7 +147,7 @@ FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], dict[str, Any
 
 
 def _manner(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What any line may say about how it is asked."""
+    """Settings of one prompt that any line of a prompt file may give."""
     manner: dict[str, Any] = {}
     if record.get("system") is not None:
         manner["system"] = _text(record["system"], "system")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -14,24 +12,7 @@ from eyas.core.engine import Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-
-# A fork, whose second branch is one deeper, and padding:  0 --- 1 --- 3      4: no candidate
-#                                                            |--- 2 --- 5 --- 6
-FORK = ((-1, 0, 0, 1, 0, 2, 5), (True, True, True, True, False, True, True))
-
-
-def step(
-    accepted: int,
-    path: Sequence[int],
-    tree: tuple[Sequence[int], Sequence[bool]] = FORK,
-    emitted: int | None = None,
-    finish: str | None = None,
-) -> Step:
-    """A cycle that accepted `path`; `accepted` draft tokens of it are emitted, and the bonus unless `emitted` is less."""
-    parents, candidates = (torch.tensor([x]) for x in tree)
-    draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
-    count = accepted + 1 if emitted is None else emitted
-    return Step(1, tuple(range(count)), accepted, False, finish, tuple(path), draft, seconds=0.5)
+from steps import step
 
 
 def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,28 +11,11 @@ from eyas.bench import rows as table_of
 from eyas.bench.machine import Used
 from eyas.bench.record import Answer, Differs, Memory, answer_from
 from eyas.core.engine import Step
-from eyas.core.tree import Draft, Tree
+from eyas.core.tree import Draft
 from eyas.metrics import Cycle
+from steps import step
 
 ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}
-PARTS = {"draft": 0.1, "target": 0.4, "verify": 0.2, "commit": 0.1}
-# a fork, whose second branch is one deeper, and padding:  0 --- 1 --- 3      4: no candidate
-#                                                            |--- 2 --- 5 --- 6
-FORK = ((-1, 0, 0, 1, 0, 2, 5), (True, True, True, True, False, True, True))
-
-
-def step(
-    accepted: int,
-    path: Sequence[int],
-    tree: tuple[Sequence[int], Sequence[bool]] = FORK,
-    emitted: int | None = None,
-    finish: str | None = None,
-) -> Step:
-    """A cycle that accepted `path`, of which `accepted` draft tokens, and the bonus unless `emitted` says less, were handed out."""
-    parents, candidates = (torch.tensor([x]) for x in tree)
-    draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
-    count = accepted + 1 if emitted is None else emitted
-    return Step(1, tuple(range(count)), accepted, False, finish, tuple(path), draft, parts=PARTS)
 
 
 def answered(*steps: Step, seconds: float = 1.0) -> Answer:

@@ -23,6 +23,7 @@ __all__ = [
     "GenerateKeywords",
     "Messages",
     "Prompt",
+    "as_logit_bias",
     "as_processors",
     "as_prompts",
     "device_name",
@@ -51,6 +52,9 @@ class GenerateKeywords(TypedDict, total=False):
     min_p: float | None
     repetition_penalty: float | None
     seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int | str, float] | Iterable[tuple[int, float]] | None
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
     ignore_eos: bool
@@ -207,6 +211,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     merged = DEFAULTS | dict(defaults or {}) | keywords
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
+    merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
     return merged | _temperature(sample, keywords.get("temperature"), merged["temperature"])
 
 
@@ -238,6 +243,15 @@ def as_processors(given: Any) -> list[Any]:
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return list(given)
     return [given]
+
+
+def as_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """A logit bias as sorted pairs; its keys may be strings of digits, as in JSON."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        return tuple(sorted((int(plain_number(token)), float(plain_number(bias))) for token, bias in pairs))
+    except (TypeError, ValueError):
+        raise OptionError(f"logit_bias maps token ids to numbers, for example {{50256: -100}}, got {given!r}") from None
 
 
 F = TypeVar("F", bound=Callable[..., Any])

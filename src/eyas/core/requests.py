@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from eyas.core.constraints import Constraint
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
+from eyas.errors import EyasError
 
-__all__ = ["PlanLabel", "Request", "Step"]
+__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode"]
 
 
 class PlanLabel(Protocol):
@@ -30,6 +32,47 @@ class Request:
     eos: frozenset[int] = frozenset()
     stop: Callable[[int], bool] | None = None  # called with every new token in order; True: the text ends with this token
     processors: tuple[Processor, ...] = ()  # logits processors; called once per node with the node's own prefix, which is slow
+    min_tokens: int = 0  # no token of `eos` is emitted before this many others
+    logprobs: int | None = None  # every emitted token comes with its log-probability and those of this many most probable tokens
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
+    constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of one token, and the most probable tokens in its place.
+
+    They are the float32 log-softmax of the target's raw logits, before penalties, masks and temperature. `logprob` and the values in `top`
+    are the same floats where the token is among them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), the most probable first
+
+
+@dataclass(frozen=True)
+class TraceNode:
+    """A node of a verified tree, in plain numbers."""
+
+    parent: int  # -1 for the root, which comes first
+    token: int
+    depth: int
+    q: float | None  # the draft's probability of the token after its parent; None if the method has none, and for the root
+    p: float  # the target's, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be accepted."""
+
+    nodes: tuple[TraceNode, ...]
+    path: tuple[int, ...]  # indices of the accepted nodes, root first, before the cut at stop and length
+    bonus: int  # the target's own token after the path
+    ended: str  # why the path ended: "no child" (its last node has none) | "other token" (the target drew a token that no child has);
+    # or why the answer did: "stop" | "length"
 
 
 @dataclass(frozen=True)
@@ -40,7 +83,7 @@ class Step:
     tokens: tuple[int, ...]  # emitted, cut at stop and length
     accepted: int  # how many of them are accepted draft tokens
     prefill: bool  # True: the step holds the first token, drawn from the logits of the prompt's last token
-    finish: str | None  # "stop" | "length" in the last step of the request
+    finish: str | None  # "stop" | "length" | "error" in the last step of the request
     path: tuple[int, ...] = ()  # accepted nodes, root first, before the cut at stop and length
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
@@ -48,6 +91,10 @@ class Step:
     parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, on the host's clock
     ended_at: float = 0.0  # `time.perf_counter` seconds
     decision: PlanLabel | None = None  # an adaptive drafter's decision about this cycle
+    error: EyasError | None = None  # with finish "error": why this request failed; the others go on
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt's tokens, in the prefill step; None for the first one
+    trace: Trace | None = None  # of the cycle, if the request asks for it
 
     @property
     def plan(self) -> str:

@@ -39,6 +39,9 @@ class Sampling:
         top_p: keep the most probable tokens that together hold this mass; 1 = all.
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
         repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied when negative); 1 = off.
+        presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to 2, 0 = off.
+        frequency_penalty: subtracted as often as the token occurs in the answer; from -2 to 2, 0 = off.
+        logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is nearly a ban.
         seed: of the row's random numbers. Same seed, same prompt, same text.
     """
 
@@ -48,6 +51,9 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         def require(good: bool, what: str) -> None:
@@ -62,6 +68,12 @@ class Sampling:
             _finite(self.repetition_penalty) and self.repetition_penalty > 0,
             f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(_finite(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
+        for token, bias in self.logit_bias:
+            require(_whole(token) and token >= 0, f"logit_bias: {token!r} is no token id")
+            require(_finite(bias) and -100 <= bias <= 100, f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}")
         require(_whole(self.seed) and 0 <= self.seed < 2**63, f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ COMMON = ["--batch-tokens", "4096", "--heldout-tokens", "20000", "--save-every",
 LENGTHS = ["--max-length", "512", "--heldout", "0.005"]  # features bring theirs
 HEAD = ["--tokens", "2000000", "--eval-every", "150"]
 # Medusa's and Hydra's heads learn the target's distribution, as EAGLE's do, so that a comparison is one of heads and not of losses.
-HEADS = [*HEAD, "--lr", "1e-3", "--objective", "law"]
+HEADS = [*HEAD, "--lr", "1e-3", "--objective", "distribution"]
 ABLATION = ["--method", "eagle1", *HEAD, "--lr", "2e-3"]
 # Stage -> its own options of `eyas train`; "--tokens" is the budget that --tokens of this command replaces.
 STAGES: dict[str, list[str]] = {

@@ -304,6 +304,7 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
         ({"temperature": "1"}, "temperature must be 0 or more"),
         ({"logits_processor": "none"}, "logits_processor must hold callables"),
         ({"do_sample": True}, r"do_sample=True needs a temperature above 0: write temperature=1.0"),
+        ({"raw": "yes"}, "raw must be True or False, got 'yes'"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
         ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
         ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import InputError
-from eyas.files import locked_output, parse_json, remove_leftovers, sha256_of_file, write_atomically
+from eyas.files import check_output_folder, locked_output, parse_json, remove_leftovers, sha256_of_file, write_atomically
 
 HOLDER = """
 import sys, time
@@ -116,3 +116,14 @@ def test_json_of_any_kind_is_a_value_or_one_line() -> None:
         with pytest.raises(InputError, match=reason) as raised:
             parse_json(text)
         assert "\n" not in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_early_and_nothing_stays(tmp_path: Path) -> None:
+    """Guards `features --output`, which read all its data before it looked at its output."""
+    check_output_folder(tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot write"):
+            check_output_folder(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -212,6 +212,9 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
     merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
+    for name in ("ignore_eos", "raw"):
+        if not isinstance(merged[name], bool):
+            raise OptionError(f"{name} must be True or False, got {merged[name]!r}")
     return merged | _temperature(sample, keywords.get("temperature"), merged["temperature"])
 
 

@@ -177,10 +177,10 @@ def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
 
 
 def check_output_folder(folder: str | Path) -> None:
-    """Refuse a folder that cannot be written into, before anything slow is done. Nothing is made.
+    """Refuse a folder that cannot be written into, before anything slow is done. Nothing stays.
 
-    Raises InputError when another process holds its lock (`locked_output`), or when the path is
-    no folder. The work itself takes the lock again.
+    Raises InputError when another process holds its lock (`locked_output`), when the path is no
+    folder, or when it cannot be made. The work itself makes it and takes the lock again.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -188,6 +188,12 @@ def check_output_folder(folder: str | Path) -> None:
             return
     if folder.exists():
         raise InputError(f"cannot write into {folder}: it is a file; name a folder")
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    with write_errors(folder):
+        folder.mkdir(parents=True)
+    for path in missing:
+        with suppress(OSError):  # another process uses it by now
+            path.rmdir()
 
 
 def _holder(file: Path) -> str:

@@ -143,6 +143,7 @@ LONG = b'{"model_type": "llama", "hidden_size": ' + b"9" * 5_000 + b"}"
 
 NAMED: dict[str, Mutant] = {
     "config: no layers": with_value("config.json", "num_hidden_layers", value=0),
+    "config: a billion layers": with_value("config.json", "num_hidden_layers", value=10**9),
     "config: a list": in_json("config.json", lambda _: [1, 2]),
     "config: a string": in_json("config.json", lambda _: "llama"),
     "config: null": as_bytes("config.json", b"null"),

@@ -210,7 +210,7 @@ def test_heads_of_another_model(target: Target) -> None:
 # --- training --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["tokens", "law"])
+@pytest.mark.parametrize("objective", ["tokens", "distribution"])
 @pytest.mark.parametrize("options", [{}, PLUS], ids=["mlp", "prefix-mlp"])
 def test_the_loss_by_hand(target: Target, objective: str, options: dict[str, Any]) -> None:
     """Guards shifts, the tokens on the path, documents' ends, what counts and the bias; and the gradient, against the plain formula."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import heads
-from eyas import checkpoints
-from eyas.core.drafter import CycleInput
+from eyas import checkpoints, drafters
+from eyas.core.drafter import CycleInput, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
@@ -219,7 +219,15 @@ def test_heads_of_another_model(target: Target) -> None:
 # --- training --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["tokens", "law"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_the_old_name_of_the_objective_works_with_a_notice(method: str) -> None:
+    """Guards commands that say `--objective law`."""
+    with pytest.warns(FutureWarning, match='write "distribution"'):
+        options = build_options(drafters.find(method).Options, {"objective": "law"})
+    assert options.objective == "distribution"
+
+
+@pytest.mark.parametrize("objective", ["tokens", "distribution"])
 @pytest.mark.parametrize("output", ["own", "target"])
 def test_the_loss_by_hand(target: Target, objective: str, output: str) -> None:
     """Guards shifts, weights, documents' ends and what counts; and the gradient, against the plain formula."""
@@ -254,7 +262,7 @@ def test_a_batch_in_which_nothing_counts(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["tokens", "law"])
+@pytest.mark.parametrize("objective", ["tokens", "distribution"])
 def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> None:
     """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""
     drafter = make("medusa", target, "init_for_training", objective=objective)

@@ -22,7 +22,7 @@ from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import progress_bar
 from eyas.errors import InputError, OptionError
-from eyas.files import locked_output
+from eyas.files import check_output_folder, locked_output
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -95,6 +95,7 @@ def command(
     if not job.data:
         raise UsageError("option --data is missing")
     first, step = _part(job.part)
+    check_output_folder(folder)
     devices = model.device.split(",")
     llm = load_target(model, devices[0])
     store = FeatureStore(folder) if job.only else _planned(llm, folder, job, options, (first, step))

@@ -25,10 +25,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eyas.errors import ModelError
+from eyas.errors import InputError, ModelError
+from eyas.files import parse_json
 
 __all__ = ["check_config", "read_model", "read_tokenizer"]
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # the names that configurations use
+MOST_LAYERS = 10_000
 REASON_LENGTH = 240  # characters of a library's message that are shown
 MODEL_JSON = ("config.json", "generation_config.json", "*.index.json")
 TOKENIZER_JSON = (
@@ -92,9 +95,12 @@ def check_config(source: str | Path, trust_remote_code: bool = False, role: str 
             the configuration.
     """
     _check_path(source, role)
+    folder = _folder(source)
+    if folder is not None and (fault := next(_layer_faults(folder), None)):  # transformers would list every layer of it
+        raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
         AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    folder = _folder(source)
+    folder = _folder(source)  # a hub id is in the cache by now
     if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):  # transformers ignores it
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
 
@@ -203,6 +209,19 @@ def _first_of(names: list[str], shown: int = 5) -> str:
 
 def _config_faults(folder: Path) -> Iterator[str]:
     yield from _json_faults(folder, ("config.json",))
+
+
+def _layer_faults(folder: Path) -> Iterator[str]:
+    """A number of layers that no model has."""
+    try:
+        content = parse_json((folder / "config.json").read_bytes())
+    except (OSError, InputError):  # said by `_config_faults`
+        return
+    for part in (content, content.get("text_config")) if isinstance(content, dict) else ():
+        for name in LAYER_COUNTS:
+            count = part.get(name) if isinstance(part, dict) else None
+            if isinstance(count, int) and count > MOST_LAYERS:
+                yield f"config.json: {name} is {count:,}, and no model has more than {MOST_LAYERS:,}: correct it"
 
 
 def _model_faults(folder: Path) -> Iterator[str]:

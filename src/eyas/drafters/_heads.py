@@ -7,9 +7,10 @@ training N tokens, M that count.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,10 @@ from eyas.errors import OptionError
 from eyas.losses import draft_cross_entropy
 
 __all__ = [
-    "FeatureSession", "HeadCount", "HeadsTree", "Objective", "RankTree", "best_children", "check_objective", "heads_loss", "lm_head_like"
+    "FeatureSession", "HeadCount", "HeadsTree", "RankTree", "best_children", "current_objective", "heads_loss", "lm_head_like"
 ]  # fmt: skip
 
-Objective = Literal["tokens", "law"]
-OBJECTIVES = ("tokens", "law")
+OBJECTIVES = ("tokens", "distribution")
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,18 @@ class FeatureSession(DraftSession):
 # --- training
 
 
-def check_objective(objective: str) -> None:
+def current_objective(objective: str) -> str:
+    """The objective; of an old name the new one, with a notice. OptionError for an unknown one."""
+    if objective == "law":
+        warnings.warn('objective "law" goes with the next release: write "distribution"', FutureWarning, stacklevel=4)
+        objective = "distribution"
     check_choice("objective", objective, OBJECTIVES)
+    return objective
 
 
 def heads_loss(
     target: Target, batch: Batch, heads: int, read: Callable[[int, Tensor], tuple[Tensor, Tensor]], decay: float,
-    objective: Objective,
+    objective: str,
 ) -> Loss:  # fmt: skip
     """Cross-entropy of head k at token t, which predicts token t+2+k and counts when that token does; times decay^k, summed.
 
@@ -166,7 +171,7 @@ def heads_loss(
     Args:
         batch: with the target's final features.
         read: (k, rows_M) -> what head k's lm_head reads at these tokens, [M, D], and that lm_head, [V, D].
-        objective: tokens: learn the tokens of the data; law: learn the target's distribution after the tokens before them.
+        objective: tokens: learn the tokens of the data; distribution: learn the target's distribution after the tokens before them.
     """
     tokens_N, N, device = batch.tokens_N, len(batch.tokens_N), batch.tokens_N.device
     order_N, end_N = torch.arange(N, device=device), batch.documents.end_N(device)
@@ -178,7 +183,7 @@ def heads_loss(
         goal_M, M = goal_N[rows_M], len(rows_M)
 
         def teacher(part: slice, goal_M: Tensor = goal_M) -> Tensor:
-            if objective == "law":
+            if objective == "distribution":
                 return target.head(batch.features_NF[goal_M[part] - 1].to(target.dtype))
             token_C1 = tokens_N[goal_M[part], None]
             logits_CV = torch.full((len(token_C1), target.vocab_size), -torch.inf, device=device)

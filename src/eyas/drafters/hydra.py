@@ -30,7 +30,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window
 from eyas.drafters._grow import Growth, grow_dynamic
-from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, Objective, best_children, check_objective, heads_loss, lm_head_like
+from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, best_children, current_objective, heads_loss, lm_head_like
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
@@ -74,11 +74,12 @@ class Options:
     window: Window = field(default_factory=Window)
     """Of Hydra++'s layer."""
     head: NewHeads = field(default_factory=NewHeads)
-    objective: Annotated[Objective, TRAINING] = "law"
-    """A head learns the tokens of the data, or the target's distribution (law)."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """A head learns from the tokens of the data (tokens), or from the target's distribution
+    (distribution)."""
 
     def __post_init__(self) -> None:
-        check_objective(self.objective)
+        object.__setattr__(self, "objective", current_objective(self.objective))
 
 
 # --- the net

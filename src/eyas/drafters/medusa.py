@@ -30,7 +30,7 @@ from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
-from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, Objective, best_children, check_objective, heads_loss, lm_head_like
+from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, best_children, current_objective, heads_loss, lm_head_like
 from eyas.drafters._nets import check_head, load_tensors, placed, saved_tensors, seeded
 from eyas.drafters._options import check_choice, current_noise
 from eyas.drafters.eagle1 import StaticTree
@@ -104,11 +104,12 @@ class Options:
 
     tree: HeadTree = field(default_factory=HeadTree)
     head: NewHeads = field(default_factory=NewHeads)
-    objective: Annotated[Objective, TRAINING] = "tokens"
-    """A head learns the tokens of the data, or the target's distribution (law)."""
+    objective: Annotated[str, TRAINING] = "tokens"
+    """A head learns from the tokens of the data (tokens), or from the target's distribution
+    (distribution)."""
 
     def __post_init__(self) -> None:
-        check_objective(self.objective)
+        object.__setattr__(self, "objective", current_objective(self.objective))
 
 
 # --- the net

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from eyas.errors import OptionError
 from eyas.files import parse_json, user_cache, write_atomically
 
 __all__ = ["Method", "Options", "remembered_search"]
+
+log = logging.getLogger(__name__)  # the command line prints these messages
 
 SEARCHED = "greedy 2, own text 4 x 64"  # what a remembered result was found by
 
@@ -92,6 +95,9 @@ def remembered_search(target: Target) -> Found:
     path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
         return Found(**parse_json(path.read_bytes()))
+    log.info(
+        "the layers to skip are searched for this target, once: half a minute for a small model, long for a large one (--skip exit:N goes without)"
+    )
     found = search(target, own_text(target))
     with suppress(OSError):  # then it is searched again the next time
         path.parent.mkdir(parents=True, exist_ok=True)

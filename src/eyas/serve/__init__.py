@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server, and the page that shows every cycle."""

@@ -1,4 +1,4 @@
-"""Seconds by stage of one cycle, on the host's clock. The engine names the stages and knows no clock itself."""
+"""Seconds by stage of one cycle or of one prompt, on the host's clock. The engine names the stages and knows no clock itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ __all__ = ["StageTimer"]
 
 
 class StageTimer:
-    """Times the stages of one cycle: "draft", "target", "verify", "commit".
+    """Times the stages of one cycle: "draft", "target", "verify", "commit"; or the reading of a prompt: "prompt".
 
     Attributes:
         began: when the cycle began, `time.perf_counter` seconds.
-        parts: seconds of each stage so far. On a GPU a stage ends when its work was handed over, not when it is done.
+        parts: seconds of each stage so far, added up if a stage comes again. On a GPU a stage ends when its work was handed over, not
+            when it is done.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class StageTimer:
         self._since = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
-        self.parts[self._stage] = time.perf_counter() - self._since
+        self.parts[self._stage] = self.parts.get(self._stage, 0.0) + time.perf_counter() - self._since
 
     def now(self) -> float:
         return time.perf_counter()

@@ -163,6 +163,12 @@ class DormantSession(DraftSession):
         self._catch_up(row)
         return self.session.keep(row, length)
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        self._catch_up(source)
+        if self.fallback is not None:
+            self.fallback.read_tokens[row] = 0  # what it has read in this row was another text
+        return self.session.copy(source, row, length)
+
     def begin(self, row: int, kept: int, total: int) -> None:
         self.missed[row] = None
         self.active_rows.add(row)

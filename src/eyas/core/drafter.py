@@ -4,8 +4,11 @@ A `Drafter` is a method with its weights and options, for one target; it does no
 `DraftSession`, which holds the state of the rows (caches, features not yet read). The engine calls it in this order:
 
     keep(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*             a request enters a row
-    [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all rows together
+    [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row)                                                                      the request has ended
+
+Instead of `keep` it calls `copy(source, row, length)` if another row's text begins like the prompt. Cycles of other rows may come between
+the chunks of a prompt. Such a row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
 
 This module knows no method, no tree policy and no training loop.
 """
@@ -90,11 +93,21 @@ class DraftSession(ABC):
         """
         return 0
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        """Replace what is known of an empty row's text by the first `length` tokens of another row's, or fewer.
+
+        The other row may be in flight. Called before `begin`, when a new prompt shares its first tokens with the other row's text.
+
+        Returns:
+            how many tokens were copied: `prefill` continues after these. 0: the prompt is read from its beginning.
+        """
+        return 0
+
     def begin(self, row: int, kept: int, total: int) -> None:
         """A request enters the row.
 
         Args:
-            kept: tokens of the prompt that are known from the row's last text: the number that `keep` returned, or 0.
+            kept: tokens of the prompt that are known already: the number that `keep` or `copy` returned, or 0.
             total: tokens of the prompt.
         """
 

@@ -1,6 +1,7 @@
 """The engine: add requests, then step until all are finished (continuous batching: requests enter empty rows between cycles).
 
-    step = draft -> one forward of the target over the tree -> verify -> commit (core/cycle.py) -> emit
+    step = read prompts (core/prompts.py)
+           -> draft -> one forward of the target over the tree -> verify -> commit (core/cycle.py) -> emit
 
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
 This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
@@ -8,16 +9,16 @@ This module knows no method, no tokenizer and no model family. An adaptive draft
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from eyas.core.cache import common_prefix
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
 from eyas.core.processors import node_scores
+from eyas.core.prompts import Prompt, PromptReader
 from eyas.core.requests import Request, Step
 from eyas.core.rows import Row, RowSettings, cycle_input, token_history
 from eyas.core.target import Target
@@ -37,32 +38,33 @@ class Decoder:
     """Decodes up to `rows` requests at a time; further ones wait in a queue.
 
     Args:
-        reuse: keep the keys and values of a finished row; the next prompt is read from the end of their common prefix (chat).
+        reuse: a prompt is read from the end of the longest prefix that it shares with the text of any row. Finished rows keep
+            their keys and values for that.
+        prefill_budget: most prompt tokens that a step reads; rows that are still reading take no part in cycles. None: whole prompts.
         verify: the verification rule. Any other than `core.verify.verify` is an experiment: the text is then not the target's.
         watch: called after every cycle with its input, draft, scores and verdict; its time is not part of `Step.seconds`.
         timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each stage.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, verify: Verify = verify,
-        watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None,
+        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, prefill_budget: int | None = None,
+        verify: Verify = verify, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.reuse, self.watch, self.timer = target, reuse, watch, timer or StageTimer
+        self.model, self.watch, self.timer = target, watch, timer or StageTimer
         self.target = target.open(rows, drafter.feature_layers)
         self.drafter: DraftSession = drafter.open(rows)
         self.cycle = CycleRunner(self.target, self.drafter, verify)
         if watch is None and timer is None:
             self.cycle = target.run.wrap_cycle(self.cycle)
-        self.waiting: deque[tuple[int, Request]] = deque()
-        self.rows: list[Row | None] = [None] * rows
-        self.cached_tokens: list[list[int]] = [[] for _ in range(rows)]  # of the last request of an empty row, whose cache is kept
+        self.prompts = PromptReader(self.target, self.drafter, self.cycle.extra_slots, self.timer, reuse, prefill_budget)
+        self.rows: list[Row | None] = [None] * rows  # requests whose prompts are read
         self._tickets = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
         self._roots_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
 
     @property
     def finished(self) -> bool:
-        return not self.waiting and not any(self.rows)
+        return not self.prompts and not any(self.rows)
 
     def add(self, request: Request) -> int:
         """Put a request into the queue; returns its number. InputError or FitError at once if it cannot be served."""
@@ -76,21 +78,21 @@ class Decoder:
             raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
-        self.waiting.append((self._tickets, request))
+        self.prompts.add(self._tickets, request)
         return self._tickets
 
     @torch.inference_mode()
     def cancel(self, ticket: int) -> None:
-        """Drop a request, waiting or in flight."""
-        self.waiting = deque(pair for pair in self.waiting if pair[0] != ticket)
+        """Drop a request: it waits, its prompt is being read, or it is in flight."""
+        self.prompts.cancel(ticket)
         for b, row in enumerate(self.rows):
             if row is not None and row.ticket == ticket:
                 self._release(b)
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """One cycle for every row in flight, after waiting requests have taken the empty rows."""
-        prefills = self._admit()
+        """Read prompts, then one cycle for every row in flight."""
+        prefills = [self._first_token(prompt, logits_V) for prompt, logits_V in self.prompts.read()]
         if not any(self.rows):
             return prefills
         timer = self.timer()
@@ -102,48 +104,28 @@ class Decoder:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
         return prefills + steps
 
-    def _admit(self) -> list[Step]:
-        """Waiting requests enter empty rows: prefill, then the first token.
+    def _first_token(self, prompt: Prompt, logits_V: Tensor) -> Step:
+        """The row of a prompt that is read, and its first token.
 
-        The first token is drawn by `verify` from a tree whose only node is the prompt's last token, so prompt and cycles share one rule.
+        The token is drawn by `verify` from a tree whose only node is the prompt's last token, so prompt and cycles share one rule.
+
+        Args:
+            logits_V: of the prompt's last token.
         """
-        steps = []
-        while self.waiting and None in self.rows:
-            ticket, request = self.waiting.popleft()
-            timer = self.timer()
-            self.target.reserve(len(request.prompt) + request.max_new_tokens + self.cycle.extra_slots)
-            b, logits_V = self._prefill(request.prompt)
-            row = Row(ticket, request, list(request.prompt), token_history(request, self.model))
-            last_1 = torch.tensor([len(request.prompt) - 1], device=self.model.device)
-            token_1 = torch.tensor([request.prompt[-1]], device=self.model.device)
-            prompt_end = cycle_input([row], RowSettings.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
-            root = Draft(Tree.chain(1, 1, self.model.device), token_1[:, None])
-            scores_1NV = node_scores(logits_V[None, None], root, prompt_end)
-            verdict = verify(root, scores_1NV, last_1, prompt_end.noise, self.model.run.ops)
-            if bool(torch.isnan(scores_1NV).any()):
-                raise self.model.nan_error(request.prompt)
-            self.rows[b], self._settings = row, None
-            steps.append(self._append(b, [int(verdict.bonus_B)], timer, prefill=True))
-        return steps
-
-    def _prefill(self, prompt: Sequence[int]) -> tuple[int, Tensor]:
-        """Target and drafter read the prompt in the empty row whose cache shares the longest prefix with it.
-
-        Returns:
-            the row's index; the logits [V] of the last prompt token.
-        """
-        empty = [b for b, row in enumerate(self.rows) if row is None]
-        b = max(empty, key=lambda b: common_prefix(self.cached_tokens[b], prompt))
-        shared = min(common_prefix(self.cached_tokens[b], prompt), self.target.lengths[b], len(prompt) - 1)
-        kept = self.drafter.keep(b, shared) if shared else 0
-        self.drafter.begin(b, kept, len(prompt))
-        self.target.keep(b, kept)
-        self.cached_tokens[b] = []
-
-        def on_chunk(tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-            self.drafter.prefill(b, tokens_T, features_TF, position)
-
-        return b, self.target.prefill(b, prompt[kept:], on_chunk)
+        request, device = prompt.request, self.model.device
+        row = Row(prompt.ticket, request, list(request.prompt), token_history(request, self.model))
+        last_1 = torch.tensor([len(request.prompt) - 1], device=device)
+        token_1 = torch.tensor([request.prompt[-1]], device=device)
+        prompt_end = cycle_input([row], RowSettings.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
+        root = Draft(Tree.chain(1, 1, device), token_1[:, None])
+        scores_1NV = node_scores(logits_V[None, None], root, prompt_end)
+        verdict = verify(root, scores_1NV, last_1, prompt_end.noise, self.model.run.ops)
+        if bool(torch.isnan(scores_1NV).any()):
+            raise self.model.nan_error(request.prompt)
+        self.rows[prompt.row], self._settings = row, None
+        self.prompts.texts[prompt.row] = row.tokens
+        assert prompt.timer is not None
+        return replace(self._append(prompt.row, [int(verdict.bonus_B)], prompt.timer, prefill=True), cached_tokens=prompt.kept)
 
     def _cycle_input(self) -> CycleInput:
         if self._settings is None or self._roots_B is None:
@@ -211,15 +193,9 @@ class Decoder:
         )
 
     def _release(self, b: int) -> None:
-        """Empty the row. With `reuse` its keys and values stay, for the next prompt."""
-        row = self.rows[b]
-        assert row is not None
+        """Empty the row. With `reuse` its keys and values stay, for later prompts."""
         self.rows[b], self._settings = None, None
-        if self.reuse:
-            self.cached_tokens[b] = row.tokens
-        else:
-            self.drafter.end(b)
-            self.target.keep(b, 0)
+        self.prompts.release(b)
 
 
 def keeps_well(decoder: Decoder) -> bool:

@@ -87,14 +87,16 @@ class Step:
     path: tuple[int, ...] = ()  # accepted nodes, root first, before the cut at stop and length
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
-    seconds: float = 0.0  # of the whole cycle (all rows)
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, on the host's clock
+    seconds: float = 0.0  # of the whole cycle (all rows); of a prefill: since the prompt's first token was read
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, on the host's clock. Of a prefill: "prompt", those of
+    # reading it; the others went to other prompts and to cycles between its chunks
     ended_at: float = 0.0  # `time.perf_counter` seconds
     decision: PlanLabel | None = None  # an adaptive drafter's decision about this cycle
     error: EyasError | None = None  # with finish "error": why this request failed; the others go on
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt's tokens, in the prefill step; None for the first one
     trace: Trace | None = None  # of the cycle, if the request asks for it
+    cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
 
     @property
     def plan(self) -> str:

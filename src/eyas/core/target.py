@@ -364,6 +364,14 @@ class TargetSession:
         self.length_B[row] = length
         self.lengths[row] = length
 
+    @torch.inference_mode()
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Replace a row's text by the first `length` tokens of another row's."""
+        assert length <= self.lengths[source]
+        self.cache.copy(source, row, length)
+        self.length_B[row] = length
+        self.lengths[row] = length
+
 
 class ModelRunner:
     """Runs the model's own forward, with a 4-D mask and our cache."""

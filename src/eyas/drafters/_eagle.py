@@ -220,6 +220,7 @@ class EagleSession(DraftSession):
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
         self.pending_B = torch.zeros_like(self.length_B)  # number of pending pairs
+        self.active_B = torch.zeros(rows, dtype=torch.bool, device=target.device)  # in the current cycle
         names = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
 
@@ -248,6 +249,14 @@ class EagleSession(DraftSession):
         self.length_B[row] = kept_slots
         self.pairs_B[row] = kept
         return kept
+
+    def copy(self, source: int, row: int, length: int) -> int:
+        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as `keep` does."""
+        slots = int(self.length_B[source])
+        self.cache.reserve(slots)
+        self.cache.copy(source, row, slots)
+        self.length_B[row], self.pairs_B[row], self.bound[row] = slots, self.pairs_B[source], self.bound[source]
+        return self.keep(row, length)
 
     def begin(self, row: int, kept: int, total: int) -> None:
         """Decide which pairs of the prompt are read: all, or with a window that is too short for them, as the option `crop` says."""
@@ -299,14 +308,20 @@ class EagleSession(DraftSession):
     # --- the cycle
 
     def draft(self, cycle_input: CycleInput) -> Draft:
+        self.active_B = cycle_input.active_B
         return self.drafter.grow(self.growth(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         path_BP = verdict.path_BP.clamp(min=0)
         features_BNF = output.features_BNF
+        waiting_BF = self.pending_BPF[:, 0]  # of a row whose prompt is being read: a single pair is pending
         self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
         self.pending_tokens_BP = verdict.tokens_BP
-        self.pending_B = verdict.length_B.clone()
+        if self.rows == 1:
+            self.pending_B = verdict.length_B.clone()
+            return
+        self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], waiting_BF)
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
 
     def growth(self, cycle_input: CycleInput) -> Growth:
         """The functions that grow the tree of this cycle. The nodes of the tree get the slots behind the committed ones, level by level."""
@@ -381,7 +396,7 @@ class EagleSession(DraftSession):
     def _mark_read(self, count_B: Tensor) -> None:
         self.length_B = self.length_B + count_B
         self.pairs_B = self.pairs_B + count_B
-        self.pending_B = torch.zeros_like(self.pending_B)
+        self.pending_B = self.pending_B - count_B
 
     def _trim(self) -> None:
         """Forget the pairs that have left the window."""

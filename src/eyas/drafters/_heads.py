@@ -136,6 +136,9 @@ class FeatureSession(DraftSession):
     def keep(self, row: int, length: int) -> int:
         return length  # the prompt's last token is always offered again
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        return length
+
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.feature_BD[row] = features_TF[-1]
 

@@ -64,6 +64,13 @@ class Session(DraftSession):
             return 0
         return kept
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        first = self.first.copy(source, row, length)
+        kept = self.second.copy(source, row, first) if first else 0
+        if kept < first and self.first.keep(row, kept) < kept:
+            return 0
+        return kept
+
     def begin(self, row: int, kept: int, total: int) -> None:
         for session in (self.first, self.second):
             session.begin(row, kept, total)

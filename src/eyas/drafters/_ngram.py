@@ -71,6 +71,11 @@ class TextSession(DraftSession):
         self.rows[row].cut(length)
         return length
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        self.rows[row] = self.index()
+        self._learn(row, self.rows[source].tokens[:length])
+        return len(self.rows[row].tokens)
+
     def begin(self, row: int, kept: int, total: int) -> None:
         if not kept:
             self.rows[row] = self.index()

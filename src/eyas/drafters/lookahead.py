@@ -142,6 +142,11 @@ class Session(DraftSession):
         del self.rows[row].tokens[length:]
         return len(self.rows[row].tokens)
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        self.rows[row] = _Row(Pool(self.shape.guesses))
+        self._read(row, self.rows[source].tokens[:length])
+        return len(self.rows[row].tokens)
+
     def begin(self, row: int, kept: int, total: int) -> None:
         old = self.rows[row]
         self.rows[row] = _Row(old.pool if kept else Pool(self.shape.guesses), old.tokens[:kept])
@@ -150,9 +155,12 @@ class Session(DraftSession):
         self.rows[row] = _Row(Pool(self.shape.guesses))
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        self._read(row, tokens_T.tolist())
+
+    def _read(self, row: int, tokens: Sequence[int]) -> None:
         known, N = self.rows[row], self.shape.ngram
         begin = max(0, len(known.tokens) - N + 1)
-        known.tokens += tokens_T.tolist()
+        known.tokens += tokens
         if self.shape.prompt:
             for i in range(begin, len(known.tokens) - N + 1):
                 known.pool.add(known.tokens[i : i + N])

@@ -306,9 +306,15 @@ class LanguageModelSession(DraftSession):
         self.embed_rows: int = drafter.draft_model.embed_rows
         self.pending_BP = torch.zeros(rows, drafter.depth + 1, dtype=torch.long, device=device)
         self.pending_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.active_B = torch.zeros(rows, dtype=torch.bool, device=device)  # in the current cycle
 
     def keep(self, row: int, length: int) -> int:
         return min(length, int(self.model.length_B[row]))
+
+    def copy(self, source: int, row: int, length: int) -> int:
+        kept = min(length, int(self.model.length_B[source]))
+        self.model.copy(source, row, kept)
+        return kept
 
     def begin(self, row: int, kept: int, total: int) -> None:
         self.model.keep(row, kept)
@@ -324,11 +330,12 @@ class LanguageModelSession(DraftSession):
         self.begin(row, 0, 0)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
+        self.active_B = cycle_input.active_B
         return self.drafter.grow(self.growth(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the next `draft` puts the new one behind them
-        self.pending_B = verdict.length_B.clone()
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
 
     def growth(self, cycle_input: CycleInput) -> Growth:
         """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden of a node are its logits."""
@@ -354,8 +361,9 @@ class LanguageModelSession(DraftSession):
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
-        self.model.advance(self.pending_B * cycle_input.active_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
-        self.pending_B = torch.zeros_like(self.pending_B)
+        read_B = self.pending_B * cycle_input.active_B
+        self.model.advance(read_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
+        self.pending_B = self.pending_B - read_B
         return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 
     def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:

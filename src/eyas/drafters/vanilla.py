@@ -22,6 +22,9 @@ class Session(DraftSession):
     def keep(self, row: int, length: int) -> int:
         return length
 
+    def copy(self, source: int, row: int, length: int) -> int:
+        return length
+
     def draft(self, cycle_input: CycleInput) -> Draft:
         return Draft(self.tree, cycle_input.tokens_B[:, None])
 

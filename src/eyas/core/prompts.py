@@ -1,0 +1,187 @@
+"""Prompts on their way into rows: which one is read next, how many of its tokens, and behind which prefix it starts.
+
+With a budget, a step of the decoder reads at most so many prompt tokens before the cycle of the rows whose prompts are read:
+
+    step        1         2         3         4         5
+    row 0    cycle     cycle     cycle     cycle     cycle
+    row 1    [ 256 ]   [ 256 ]   [64] cycle ...            a prompt of 576 tokens, a budget of 256
+    row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
+
+**Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the oldest one is. So a short prompt
+does not wait for a long one, and a long one gets at least 1 / `OLDEST_EVERY` of the budget however many shorter ones come.
+Without a budget prompts are read whole, in order of arrival. Rows are always given away in order of arrival.
+
+**Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of its last one, kept. A new prompt
+starts behind the longest prefix that it shares with any of them. It takes the place of a kept text that it continues; otherwise the
+prefix is copied into the empty row whose text was used least recently. What the drafter's session cannot copy is read again.
+
+This module knows no requests' sampling, no cycles and no method.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eyas.core.cache import common_prefix
+from eyas.core.drafter import DraftSession
+from eyas.core.requests import Request
+from eyas.core.target import TargetSession
+from eyas.errors import OptionError
+from eyas.timing import StageTimer
+
+__all__ = ["OLDEST_EVERY", "Prompt", "PromptReader"]
+
+OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
+WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
+
+
+@dataclass
+class Prompt:
+    """A request whose prompt is not read yet, or not all of it."""
+
+    ticket: int
+    request: Request
+    row: int = -1  # the row that it is read into; -1: it waits for one
+    kept: int = 0  # prompt tokens whose keys and values were there already
+    read: int = 0  # prompt tokens in the caches, those kept included
+    timer: StageTimer | None = None  # since the first token was read
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens yet to be read."""
+        return len(self.request.prompt) - self.read
+
+
+class PromptReader:
+    """Reads prompts into the rows of a decoder.
+
+    Args:
+        extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
+        reuse: start behind prefixes that rows hold, and keep the text of rows whose requests have ended.
+        budget: most prompt tokens to read per step; None: whole prompts.
+    """
+
+    def __init__(
+        self, target: TargetSession, drafter: DraftSession, extra_slots: int, timer: Callable[[], StageTimer], reuse: bool,
+        budget: int | None,
+    ) -> None:  # fmt: skip
+        if budget is not None and budget < 1:
+            raise OptionError(f"prefill_budget must be 1 or more tokens, or None for whole prompts, got {budget}")
+        self.target, self.drafter, self.extra_slots, self.timer = target, drafter, extra_slots, timer
+        self.reuse, self.budget = reuse, budget
+        self.waiting: deque[Prompt] = deque()
+        self.reading: dict[int, Prompt] = {}  # by row
+        self.empty = set(range(target.rows))  # rows without a request
+        self.texts: list[Sequence[int]] = [()] * target.rows  # the text whose keys and values a row holds, as far as the target's length
+        self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
+        self._steps = self._started = 0
+
+    def __bool__(self) -> bool:
+        """Whether any prompt waits or is being read."""
+        return bool(self.waiting or self.reading)
+
+    def add(self, ticket: int, request: Request) -> None:
+        """Put a request into the queue."""
+        self.waiting.append(Prompt(ticket, request))
+
+    def cancel(self, ticket: int) -> bool:
+        """Drop a request whose prompt is not read yet; False if there is none of that number."""
+        for prompt in self.waiting:
+            if prompt.ticket == ticket:
+                self.waiting.remove(prompt)
+                return True
+        for row, prompt in self.reading.items():
+            if prompt.ticket == ticket:
+                del self.reading[row]
+                self.release(row)
+                return True
+        return False
+
+    def release(self, row: int) -> None:
+        """The row is empty now. With `reuse` its text stays, for later prompts."""
+        self.empty.add(row)
+        if not self.reuse:
+            self.texts[row] = ()
+            self.drafter.end(row)
+            self.target.keep(row, 0)
+
+    def read(self) -> Iterator[tuple[Prompt, Tensor]]:
+        """Read prompts as far as the budget of one step goes. Yields each one that is complete, with the logits [V] of its last token.
+
+        The caller may release its row before it asks for the next one.
+        """
+        self._steps += 1
+        left = self.budget
+        while (left is None or left > 0) and (prompt := self._next()) is not None:
+            if prompt.row < 0:
+                self._start(prompt)
+            count = prompt.left if left is None else min(left, prompt.left)
+            logits_V = self._read(prompt, count)
+            left = None if left is None else left - count
+            if not prompt.left:
+                del self.reading[prompt.row]
+                yield prompt, logits_V
+
+    def _next(self) -> Prompt | None:
+        """The prompt to read from now; None if no row can read."""
+        able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
+        oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
+        return min(able, key=lambda prompt: (0 if oldest_first else prompt.left, prompt.ticket), default=None)
+
+    def _read(self, prompt: Prompt, count: int) -> Tensor:
+        """Target and drafter read the next tokens; the logits [V] of the last one."""
+        assert prompt.timer is not None
+        row, tokens = prompt.row, prompt.request.prompt[prompt.read : prompt.read + count]
+
+        def on_chunk(tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+            self.drafter.prefill(row, tokens_T, features_TF, position)
+
+        with prompt.timer.stage("prompt"):
+            logits_V = self.target.prefill(row, tokens, on_chunk)
+        prompt.read += count
+        return logits_V
+
+    # --- prefixes
+
+    def _start(self, prompt: Prompt) -> None:
+        """Give the prompt an empty row, which then holds the longest prefix of it that any row holds."""
+        request, prompt.timer = prompt.request, self.timer()
+        self.waiting.remove(prompt)
+        self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
+        row, source, shared = self._place(request.prompt)
+        kept = 0
+        if shared:
+            kept = self.drafter.keep(row, shared) if source == row else self.drafter.copy(source, row, shared)
+        self.drafter.begin(row, kept, len(request.prompt))
+        if source == row:
+            self.target.keep(row, kept)
+        else:
+            self.target.copy(source, row, kept)
+        self._started += 1
+        self._used_at[row] = self._used_at[source] = self._started
+        self.texts[row] = request.prompt
+        self.empty.remove(row)
+        self.reading[row] = prompt
+        prompt.row, prompt.kept, prompt.read = row, kept, kept
+
+    def _place(self, prompt: Sequence[int]) -> tuple[int, int, int]:
+        """(the row for the prompt, the row whose prefix it starts behind, the length of that prefix)."""
+        shared = [self._shared(row, prompt) for row in range(self.target.rows)]
+        unused_first = sorted(self.empty, key=lambda row: (len(self.texts[row]) > 0, self._used_at[row], row))
+        source = max(range(self.target.rows), key=lambda row: (shared[row], row in self.empty, -row))
+        if source in self.empty and (2 * shared[source] >= len(self.texts[source]) or len(self.empty) == 1):
+            return source, source, shared[source]
+        row = next(row for row in unused_first if row != source or len(unused_first) == 1)
+        if shared[source] < shared[row] + WORTH_COPYING:
+            source = row
+        return row, source, shared[source]
+
+    def _shared(self, row: int, prompt: Sequence[int]) -> int:
+        """How many tokens of the prompt are in the row's cache already. The last one is always read: its logits are wanted."""
+        if not self.reuse:
+            return 0
+        return min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1)

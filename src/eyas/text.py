@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eyas.errors import InputError, near
+from eyas.errors import InputError, ModelError, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ROLES", "Detokeniser", "StopPiece", "StopStrings", "encode", "render"]
+__all__ = ["ROLES", "Detokeniser", "StopPiece", "StopStrings", "encode", "render", "token_bytes"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
@@ -211,6 +211,19 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
     return _Window(tokenizer)
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | None]:
+    """The bytes that each of the ids 0..count - 1 adds to a text in whose middle it stands; None for
+    special tokens and for ids that the tokenizer does not have.
+
+    Raises:
+        ModelError: the text of a token is not its own (a tokenizer written in Python, or an unknown decoder).
+    """
+    engine = _engine(tokenizer)
+    if not isinstance(engine, _Bytes | _Pieces):
+        raise ModelError(f"the tokens of {type(tokenizer).__name__} have no texts of their own: a fast tokenizer of transformers is needed")
+    return [engine.bytes_of(token_id) for token_id in range(count)]
+
+
 def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
     """The steps of a `tokenizers` decoder as a flat list; None where other code decodes."""
     from transformers import PreTrainedTokenizerFast
@@ -289,6 +302,10 @@ class _Bytes:
         piece = self._piece_of(token_id)
         return "" if piece is None else self._utf8.decode(self._bytes(piece))
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        piece = self._piece_of(token_id)
+        return None if piece is None else self._bytes(piece)
+
     def tail(self) -> str:
         return self._utf8.getstate()[0].decode("utf-8", "replace")
 
@@ -324,6 +341,7 @@ class _Pieces:
         self._sent = 0  # characters of the group that were returned
         self._begin = len(decode([self._ANCHOR]))
         self._end = len(decode([self._ANCHOR, self._ANCHOR])) - self._begin
+        self._falls_back = self._between("<0x41>").strip() == "A"  # byte tokens are bytes
 
     def feed(self, token_id: int) -> str:
         piece = self._piece_of(token_id)
@@ -343,6 +361,19 @@ class _Pieces:
 
     def tail(self) -> str:
         return self._open()[self._sent :]
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        piece = self._piece_of(token_id)
+        if piece is None:
+            return None
+        if _is_byte_token(piece) and self._falls_back:
+            return bytes([int(piece[3:5], 16)])
+        return self._between(piece).encode("utf-8")
+
+    def _between(self, piece: str) -> str:
+        """The text of a piece that stands between two anchors."""
+        text = self._decode([self._ANCHOR, piece, self._ANCHOR])
+        return text[self._begin : len(text) - self._end]
 
     def _joins(self, piece: str) -> bool:
         if _is_byte_token(piece) and _is_byte_token(self._group[-1]):

@@ -1,0 +1,138 @@
+"""Matchers of llguidance: the tree is walked here, a token forward and a token back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from eyas.errors import EyasError, InputError
+from eyas.grammar._structure import Structure
+from eyas.grammar._vocabulary import Vocabulary
+
+__all__ = ["LLGuidance"]
+
+JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 100_000}  # below the library's own: less memory for one request
+PURE = '%llguidance {"no_forcing": true}'  # masks allow every token that fits, not only the tokenizer's own split of a forced text
+NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "ebnf": "grammar"}
+
+
+class LLGuidance:
+    """The library with one vocabulary; each structure's matcher is made once and copied."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._library: Any = llguidance
+        self._vocabulary = vocabulary
+        tokens = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocabulary.size + 1, eos_token=vocabulary.end)
+
+    def compile(self, structure: Structure) -> LLMatcher:
+        """A matcher at the beginning of the text.
+
+        Raises:
+            InputError: the schema, expression or grammar is wrong, too large, or asks what the library does not know.
+        """
+        try:
+            grammar = _as_lark(structure)
+        except ValueError as error:
+            raise _unusable(structure, str(error)) from None
+        limits = self._library.LLParserLimits(**LIMITS)
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _unusable(structure, matcher.get_error())
+        return LLMatcher(matcher, self._vocabulary.words)
+
+
+def _as_lark(structure: Structure) -> str:
+    """The structure in the library's grammar language; ValueError where it cannot be written so."""
+    import llguidance
+    from llguidance import _lib
+
+    text = structure.text
+    if structure.kind == "json":
+        text = f"start: %json {json.dumps({**json.loads(text), 'x-guidance': JSON_OPTIONS})}"
+    elif structure.kind == "regex":
+        # \d, \w and \s are of ASCII characters, as xgrammar reads them
+        text = "start: /" + _lib.regex_to_lark(text, "dws").replace("\n", r"\n") + "/"
+    elif structure.kind == "ebnf":
+        try:
+            text = llguidance.gbnf_to_lark.any_to_lark(text).replace("%llguidance {}", "")
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError("it is nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
+    own_options = structure.kind == "lark" and "%llguidance" in text
+    return text if own_options else f"{text}\n{PURE}\n"
+
+
+def _unusable(structure: Structure, message: str) -> InputError:
+    return InputError(f"the {NAMES[structure.kind]} cannot be used: {_reason(message)}")
+
+
+class _Tokens:
+    """The vocabulary as `LLTokenizer` asks for it. Ids without a text get bytes that stand in no text."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.end
+        self.bos_token_id = None
+        self.tokens = [text or b"<no text %d>" % token for token, text in enumerate(vocabulary.texts)]
+        self.special_token_ids = vocabulary.without_text
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._vocabulary.split(text.encode("utf-8") if isinstance(text, str) else text)
+
+
+class LLMatcher:
+    """A matcher of llguidance (`Matcher`)."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    def copy(self) -> LLMatcher:
+        """A matcher of its own at the same place."""
+        return LLMatcher(self._matcher.deep_copy(), self._words)
+
+    def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
+        """See `Matcher.walk`."""
+        self._visit(0, children, tokens, bits_NW, bits_NW.data_ptr())
+
+    def _visit(self, node: int, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor, address: int) -> None:
+        matcher, row_bytes = self._matcher, 4 * self._words
+        matcher.unsafe_compute_mask_ptr(address + node * row_bytes, row_bytes)
+        self._check()
+        if not children[node] or matcher.is_stopped():
+            return
+        row_W = bits_NW[node].tolist()
+        for child in children[node]:
+            token = tokens[child]
+            if row_W[token >> 5] >> (token & 31) & 1:
+                matcher.consume_token(token)
+                self._visit(child, children, tokens, bits_NW, address)
+                matcher.rollback(1)
+
+    def accept(self, token: int) -> bool:
+        """See `Matcher.accept`."""
+        return bool(self._matcher.try_consume_tokens([token]) == 1)
+
+    def forced(self) -> bytes:
+        """See `Matcher.forced`."""
+        text: bytes = self._matcher.compute_ff_bytes()
+        return text
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EyasError(f"the constraint ended with an error: {_reason(self._matcher.get_error())}")
+
+
+def _reason(message: str) -> str:
+    """The part of a library's message that says what is wrong, on one line."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (reasons or lines or ["no reason given"])[0].rstrip(".")
+    return re.sub(r"^(at \S+ )?failed to compile JSON schema: ", "", line)

@@ -1,0 +1,82 @@
+"""The tokens of a model as the grammar libraries see them: the bytes that each token adds to the text.
+
+Both libraries get the same table, so both know the same tokenizers: byte-level and SentencePiece, with
+a model's vocabulary that is larger than the tokenizer's. Special tokens and ids that the tokenizer does
+not have are no text, and are never allowed.
+
+One id more than the model has, `end`, stands for the end of the text. So one table serves requests with
+any end-of-sequence ids, and none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.errors import ModelError
+from eyas.text import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Vocabulary"]
+
+
+class Vocabulary:
+    """The bytes of `size` tokens.
+
+    Attributes:
+        texts: of each token, with `end` as the last one; None for tokens that are no text.
+        end: the id that stands for the end of the text.
+        words: int32 numbers that hold one bit for each token and for `end`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, size: int) -> None:
+        if tokenizer is None:
+            raise ModelError("structured output needs a tokenizer, and this target has none")
+        self.tokenizer: Any = tokenizer
+        self.size = self.end = size
+        self.texts: list[bytes | None] = [*token_bytes(tokenizer, size), None]
+        self.words = (size + 1 + 31) // 32
+
+    @cached_property
+    def without_text(self) -> list[int]:
+        """The ids that are no text: special tokens, ids that the tokenizer does not have, and `end`."""
+        return [token for token, text in enumerate(self.texts) if not text]
+
+    def allowed(self, bits_NW: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.
+
+        Args:
+            bits_NW: int32; bit k of word w stands for token 32 w + k.
+        """
+        bytes_NX = bits_NW.view(torch.uint8).numpy()
+        bool_NV = torch.from_numpy(np.unpackbits(bytes_NX, axis=-1, bitorder="little")).view(torch.bool)
+        return bool_NV[:, : self.size], bool_NV[:, self.end]
+
+    def split(self, text: bytes) -> list[int]:
+        """The tokens of a text that stands in the middle of another one; none where the tokenizer has none that join to it."""
+        try:
+            decoded = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            decoded = text[: error.start].decode("utf-8")
+        for before in ("", "\n"):  # some tokenizers put a space before the first word of a text
+            ids = self.tokenizer.encode(before + decoded, add_special_tokens=False)
+            if tokens := self._last_tokens(ids, decoded.encode("utf-8")):
+                return tokens
+        return []
+
+    def _last_tokens(self, ids: Sequence[int], text: bytes) -> list[int]:
+        """The last ids, as many as join to the text; none where no number of them does."""
+        joined, tokens = b"", list[int]()
+        for token in reversed(ids):
+            joined = (self.texts[token] or b"") + joined
+            tokens.insert(0, token)
+            if len(joined) >= len(text):
+                break
+        return tokens if joined == text else []

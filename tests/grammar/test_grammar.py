@@ -1,0 +1,340 @@
+"""Constraints by both libraries: their masks against an independent matcher, over trees, tokenizers and the ends of texts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import jsonschema
+import pytest
+import regex
+import torch
+
+from eyas import tiny
+from eyas.errors import EyasError, InputError, OptionError
+from eyas.grammar import GrammarConstraint, Grammars, Structure, structure_of
+from test_text import TOKENIZERS
+from toy_tokenizer import byte_tokenizer
+
+pytest.importorskip("llguidance", reason="structured output needs llguidance")
+LIBRARIES = ["llguidance", *(["xgrammar"] if find_spec("xgrammar") else [])]
+both = pytest.mark.parametrize("library", LIBRARIES)
+
+EOS = 1
+PADDING = 40  # ids of the model that the embedded tokenizer does not have
+SIZE = 8192 + PADDING
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def json_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+def structure(**keywords: Any) -> Structure:
+    made = structure_of(keywords)
+    assert made is not None
+    return made
+
+
+@cache
+def grammars(library: str) -> Grammars:
+    return Grammars(tiny.tokenizer(), SIZE, library)
+
+
+def constraint(library: str, eos: Sequence[int] = (EOS,), **keywords: Any) -> GrammarConstraint:
+    return grammars(library).constraint(structure(**keywords), eos)
+
+
+def root_mask(made: GrammarConstraint) -> torch.Tensor:
+    mask_1V = made.mask([-1], [0])
+    assert mask_1V.shape == (1, SIZE)
+    assert mask_1V.dtype == torch.bool
+    return mask_1V[0]
+
+
+@cache
+def texts() -> list[str]:
+    tokenizer = tiny.tokenizer()
+    return [tokenizer.decode([token]) for token in range(8192)] + [""] * PADDING
+
+
+def words(made: GrammarConstraint, seed: int, most: int, ascii_only: bool = False) -> Iterator[list[int]]:
+    """The text so far, one more random token of the mask each time, until the text has ended. Every third one closes something if it can:
+    random strings would never end."""
+    rng, ids = random.Random(seed), list[int]()
+    while not made.finished and len(ids) < most:
+        yield ids
+        allowed = root_mask(made).nonzero().flatten().tolist()
+        closing = [token for token in allowed if texts()[token] in ('"', "}", "]")] if rng.random() < 0.3 else []
+        ids.append(rng.choice(closing or [token for token in allowed if not ascii_only or token < 6 or texts()[token].isascii()]))
+        made.accept(ids[-1:])
+    yield ids
+
+
+EXPRESSIONS = [r"[0-9]{3}-[0-9]{4}", r"(the |a )?(cat|dog)s? (sat|ran)\.", r"\w+@\w+\.(com|org)", r"a.b|x\d*y", r"[^a-z]{2,5}!"]
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_masks_are_those_of_another_matcher(library: str, expression: str) -> None:
+    """Guards every mask bit: a token is allowed if and only if the package `regex` finds that the text may still become a match (ASCII
+    tokens; \\w and \\d of ASCII), the end if the text matches, and special and padding ids never."""
+    whole = regex.compile(expression, regex.ASCII)
+    for seed in range(2):
+        made = constraint(library, regex=expression)
+        for ids in words(made, seed, 8, ascii_only=True):
+            if made.finished:
+                break
+            mask_V, before = root_mask(made), tiny.tokenizer().decode(ids)
+            for token, text in enumerate(texts()[:8192]):
+                if text and text.isascii():
+                    fits = whole.fullmatch(before + text, partial=True) is not None
+                    assert bool(mask_V[token]) == fits, f"{before!r} + {text!r}"
+            assert bool(mask_V[EOS]) == (whole.fullmatch(before) is not None)
+            assert not mask_V[[0, 2, 3, 4, 5, *range(8192, SIZE)]].any()
+
+
+@pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        json_format(PERSON),
+        json_format({"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "minItems": 1, "maxItems": 3}),
+        json_format({"type": "array", "items": {"type": "number"}, "minItems": 2}),
+        json_format({"$ref": "#/$defs/node", "$defs": {"node": {"enum": ["left", 3, None]}}}),
+        {"regex": EXPRESSIONS[1]},
+        {"choice": ["yes", "no", "yes, but (not) now", "für"]},
+        {"grammar": 'root ::= "(" root ")" | [0-9]+'},
+        {"grammar": 'start: "[" NUMBER ("," NUMBER)* "]"\nNUMBER: /[0-9]+/'},
+    ],
+    ids=["object", "array", "numbers", "ref", "regex", "choice", "ebnf", "lark"],
+)
+def test_both_libraries_have_the_same_masks(keywords: dict[str, Any]) -> None:
+    """Guards the promise that installing xgrammar changes speed, and no text but rare escapes in strings and -0, for what `serves`
+    says that it follows. (In strings, llguidance forbids the control character DEL, which JSON allows.)"""
+    delete = texts().index("\x7f")
+    for seed in range(4):
+        first, second = (constraint(library, **keywords) for library in LIBRARIES)
+        rng = random.Random(seed)
+        for _ in range(40):
+            mask_V, other_V = root_mask(first), root_mask(second)
+            differing = [t for t in (mask_V != other_V).nonzero().flatten().tolist() if t != delete]
+            assert not differing, [(texts()[t], bool(mask_V[t])) for t in differing[:9]]
+            assert first.finished == second.finished
+            if first.finished:
+                break
+            token = rng.choice(mask_V.nonzero().flatten().tolist())
+            first.accept([token])
+            second.accept([token])
+
+
+@both
+@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
+def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> None:
+    """Guards the walk: a rollback too few or too many, a sibling lost, a mask in another node's row. Forbidden nodes, those below them and
+    those behind the end are all True; the constraint stands afterwards where it stood."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        begun = [t for ids in words(constraint(library, **json_format(PERSON)), seed, rng.randrange(12)) for t in ids[-1:]]
+        made = constraint(library, **json_format(PERSON))
+        made.accept(begun)
+        if made.finished:
+            continue
+        parents, tokens, paths, masks = [-1], [begun[-1] if begun else 0], [begun], [root_mask(made)]
+        for _ in range(nodes - 1):
+            parent = rng.randrange(len(parents))
+            path, mask_V = paths[parent], masks[parent]
+            kinds = mask_V.nonzero().flatten().tolist() if path is not None and rng.random() < 0.7 else range(SIZE)
+            token = rng.choice(list(kinds))
+            parents.append(parent)
+            tokens.append(token)
+            reached = path is not None and bool(mask_V[token]) and token != EOS
+            paths.append([*path, token] if reached else None)
+            follower = constraint(library, **json_format(PERSON))
+            if reached:
+                follower.accept(paths[-1])
+            masks.append(root_mask(follower) if reached else torch.ones(SIZE, dtype=torch.bool))
+        before = root_mask(made).clone()
+        assert torch.equal(made.mask(parents, tokens), torch.stack(masks))
+        assert torch.equal(root_mask(made), before)
+
+
+@both
+def test_an_end_inside_a_tree(library: str) -> None:
+    """Guards against a matcher that is asked for tokens behind the end: draft nodes below an EOS, and below the token that completes the
+    text."""
+    made = constraint(library, choice=["ab", "abc"])
+    a, b, c = (texts().index(letter) for letter in "abc")
+    parents, tokens = [-1, 0, 1, 2, 3, 2, 5], [0, a, b, c, a, EOS, a]
+    mask_NV = made.mask(parents, tokens)
+    assert mask_NV[2].nonzero().flatten().tolist() == sorted([EOS, c])
+    assert mask_NV[3].nonzero().flatten().tolist() == [EOS]
+    assert mask_NV[[4, 5, 6]].all()
+
+
+@both
+@pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 5, SIZE - 1)], ids=["none", "one", "several"])
+def test_ends(library: str, eos: tuple[int, ...]) -> None:
+    """Guards texts without an end-of-sequence id, and with several: the end is allowed where the grammar is complete and nowhere else, and
+    a text to which nothing can be added is finished at once."""
+    made = constraint(library, eos, regex="ab?")
+    a, b = texts().index("a"), texts().index("b")
+    assert not root_mask(made)[list(eos)].any()
+    made.accept([a])
+    assert not made.finished
+    assert root_mask(made).nonzero().flatten().tolist() == sorted([*eos, b])
+    made.accept([b])
+    assert made.finished
+    ended = constraint(library, eos, regex="ab?")
+    ended.accept([a, *eos[:1]])
+    assert ended.finished == bool(eos)
+
+
+@both
+def test_stop_tokens_that_are_text(library: str) -> None:
+    """Guards requests whose stop tokens are ordinary text: the grammar reads them as text, wherever they stand."""
+    b = texts().index("b")
+    made = constraint(library, (b,), regex="ab*")
+    assert not root_mask(made)[b]
+    made.accept([texts().index("a")])
+    assert root_mask(made)[b]
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("keywords", [json_format(PERSON), json_format({"type": "object"}), {"response_format": {"type": "json_object"}}])
+def test_random_texts_validate(library: str, keywords: dict[str, Any]) -> None:
+    """Guards the whole chain, from schema to bytes: what random tokens of the masks say is JSON of the schema."""
+    ended = 0
+    schema = keywords["response_format"].get("json_schema", {}).get("schema", {"type": "object"})
+    for seed in range(12):
+        made = constraint(library, **keywords)
+        *_, ids = words(made, seed, 200)
+        if made.finished:
+            ended += 1
+            jsonschema.validate(json.loads(tiny.tokenizer().decode(ids, skip_special_tokens=True)), schema)
+    assert ended > 1
+
+
+KINDS = ["byte_level", "llama", "gemma", "metaspace_bytes", "unigram", "toy"]
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokenizers(library: str, kind: str) -> None:
+    """Guards the bytes of tokens for every kind of fast tokenizer: random texts of the masks match, and the split of forced text is it."""
+    tokenizer: Any = byte_tokenizer() if kind == "toy" else TOKENIZERS[kind]
+    size = len(tokenizer) + 7
+    made_by = Grammars(tokenizer, size, library)
+    for seed in range(10):
+        rng, ids = random.Random(seed), list[int]()
+        made = made_by.constraint(structure(regex="(I|you) (like|see) the [a-z]{1,3}, (1|2|3)!"), (tokenizer.eos_token_id,))
+        while not made.finished and len(ids) < 60:
+            forced = made.forced(8)
+            for step, token in enumerate(forced):
+                assert made_by.constraint(structure(regex=".*"), ()).mask([-1], [0])[0, token], step
+            ids.append(rng.choice(made.mask([-1], [0])[0].nonzero().flatten().tolist()))
+            made.accept(ids[-1:])
+        assert regex.fullmatch("(I|you) (like|see) the [a-z]{1,3}, [123]!", tokenizer.decode(ids, skip_special_tokens=True).strip())
+
+
+@both
+def test_forced_text(library: str) -> None:
+    """Guards drafts of forced text: they are what must come, cut to the limit, and never the last token, which text may still extend."""
+    tokenizer = tiny.tokenizer()
+    made = constraint(library, **json_format(PERSON))
+    assert tokenizer.decode(made.forced(50)) == '{"name":'
+    assert len(made.forced(2)) == 2
+    assert made.forced(0) == []
+    made.accept(tokenizer.encode('{"name": "Bo"', add_special_tokens=False))
+    assert tokenizer.decode(made.forced(50)).startswith(', "age"')
+    free = constraint(library, regex=".+")
+    assert free.forced(10) == []
+
+
+WRONG: list[tuple[type[EyasError], str, dict[str, Any]]] = [
+    (InputError, "Invalid type: foo", json_format({"type": "foo"})),
+    (InputError, "Unimplemented keys", json_format({"not": {"type": "string"}})),
+    (InputError, "object, not", json_format([1])),
+    (InputError, "no JSON", json_format('{"a')),
+    (InputError, "'/nope' does not exist", json_format({"$ref": "#/nope"})),
+    (InputError, "unclosed group", json_format({"type": "string", "pattern": "(a"})),
+    (InputError, "minimum", json_format({"type": "integer", "minimum": 5, "maximum": 3})),
+    (InputError, "at most", json_format({"type": "object", "description": "x" * 200_000})),
+    (InputError, "unclosed group", {"regex": "(a"}),
+    (InputError, "backreferences", {"regex": r"(\w)\1"}),
+    (InputError, "lookaround", {"regex": r"\bfoo"}),
+    (InputError, "not empty", {"regex": ""}),
+    (InputError, "Unicode", {"regex": "\ud800"}),
+    (InputError, 'unknown name: "foo"', {"grammar": "start: foo"}),
+    (InputError, "no start rule", {"grammar": 'x: "a"'}),
+    (InputError, "'foo' not found", {"grammar": 'root ::= "a" foo'}),
+    (InputError, "'root' rule", {"grammar": 'expr ::= "a"'}),
+    (InputError, "nested too deeply", {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}),
+    (InputError, "list of texts", {"choice": []}),
+    (InputError, "list of texts", {"choice": "abc"}),
+    (InputError, "choice 2", {"choice": ["a", 1]}),
+    (InputError, "at most 1000", {"choice": [str(i) for i in range(2000)]}),
+    (OptionError, "give one of them", {"choice": ["a"], "regex": "b"}),
+    (OptionError, "text, json_object, json_schema", {"response_format": {"type": "xml"}}),
+    (OptionError, "response_format must be", {"response_format": "json"}),
+    (InputError, "json_schema needs", {"response_format": {"type": "json_schema"}}),
+]
+
+
+@both
+@pytest.mark.parametrize(("kind", "part", "keywords"), WRONG, ids=[f"{i}-{part[:20]}" for i, (_, part, _) in enumerate(WRONG)])
+def test_mistakes_are_one_line(library: str, kind: type[EyasError], part: str, keywords: dict[str, Any]) -> None:
+    """Guards the messages: one line that names what is wrong, whatever the library."""
+    with pytest.raises(kind) as caught:
+        constraint(library, **keywords)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@both
+@pytest.mark.parametrize("expression", ["(((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000})b", "(a?){500}(a{500}|b*)*c", "(x+x+)+y"])
+def test_expressions_that_would_explode(library: str, expression: str) -> None:
+    """Guards a server against one request: such an expression is refused, or serves its masks within bounds."""
+    try:
+        made = constraint(library, regex=expression)
+        for _ in words(made, 0, 5):
+            pass
+    except EyasError:
+        pass
+
+
+def test_unknown_libraries() -> None:
+    """Guards against a library that is silently another one."""
+    with pytest.raises(OptionError, match="grammar library"):
+        Grammars(tiny.tokenizer(), SIZE, "outlines")
+
+
+@pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
+def test_schemas_that_xgrammar_does_not_follow_are_left_to_llguidance() -> None:
+    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does not know."""
+    from eyas.grammar._xgrammar import XGMatcher
+
+    grammars_ = grammars("auto")
+    for schema, served in ((PERSON, True), ({"type": "number", "multipleOf": 0.5}, False), ({"type": "integer", "minimum": 3}, False)):
+        made = grammars_.constraint(structure(**json_format(schema)), (EOS,))
+        assert isinstance(made._matcher, XGMatcher) == served
+
+
+def test_compiled_structures_are_kept_for_a_while() -> None:
+    """Guards memory: the oldest structure is compiled again after many others."""
+    made_by = Grammars(byte_tokenizer(), 262, "llguidance")
+    for number in range(70):
+        made_by.constraint(structure(regex=f"a{number}"), ())
+    assert len(made_by._compiled) == 64
+    assert structure(regex="a0") not in made_by._compiled

@@ -24,7 +24,7 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     **dict.fromkeys(["files", "formats"], -2),
-    **dict.fromkeys(["hardware", "kernels", "timing"], -1),
+    **dict.fromkeys(["gpu", "hardware", "kernels", "timing"], -1),
     **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore"], 0),
     "checkpoints": 1,
     "core": 2,
@@ -38,7 +38,7 @@ LAYERS = {
 }
 # What a package may not import although it lies lower, or outside of eyas: the core is the algorithm,
 # and knows neither kernels nor clocks.
-UNKNOWN_TO = {"core": frozenset({"kernels", "time"})}
+UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"})}
 # Modules that may import it nevertheless. All but the first go when fast operations have a seam of their own: the list only gets shorter.
 EXCEPT: set[tuple[str, str]] = set()
 

@@ -1,0 +1,14 @@
+"""Kernels for GPUs, in Triton: attention of tree nodes split over the keys, and what lies between a layer's matrix products.
+
+    _reference.py           what each kernel computes, in torch
+    _ops.py                 the kernels as operators of torch, and into how many parts keys are split
+    _attention_kernels.py   Triton: attention over parts of the keys, and their combination
+    _layer_kernels.py       Triton: residual and norm, rotation and cache, SwiGLU
+
+Triton is imported on a GPU only. This package knows no model and no cache. Not yet run on a GPU; Triton's interpreter runs the kernels'
+tests on a CPU.
+"""
+
+from eyas.gpu._ops import add_norm, attention, available, rotate_and_store, swiglu
+
+__all__ = ["add_norm", "attention", "available", "rotate_and_store", "swiglu"]

@@ -1,0 +1,58 @@
+"""Triton kernels on a CPU, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["interpreted"]
+
+
+def _drop_triton(kernels: str) -> dict[str, ModuleType]:
+    """Forget the modules of Triton, but for its compiled ones, which are loaded once."""
+    names = [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]
+    return {name: sys.modules.pop(name) for name in [*names, kernels] if name in sys.modules}
+
+
+def interpreted(kernels: str) -> ModuleType:
+    """The module of kernels with this name, for CPU tensors.
+
+    Triton decides when its own functions are defined whether they are compiled or interpreted. So it is imported anew here, for this
+    module alone; afterwards everybody finds the Triton that was there before.
+    """
+    before, variable = _drop_triton(kernels), os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        module = importlib.import_module(kernels)
+        _mend_products(sys.modules["triton.runtime.interpreter"])
+        return module
+    finally:
+        _drop_triton(kernels)
+        package, _, leaf = kernels.rpartition(".")
+        vars(sys.modules[package]).pop(leaf, None)
+        sys.modules.update(before)
+        if variable is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = variable
+
+
+def _mend_products(interpreter: Any) -> None:
+    """The interpreter keeps bfloat16 as 16-bit words and multiplies these as whole numbers; the product takes their values here."""
+    builder, bfloat16 = interpreter.InterpreterBuilder, interpreter.tl.bfloat16
+    product = builder.create_dot
+
+    def values(x: Any) -> Any:
+        if x.dtype.scalar != bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return product(self, values(a), values(b), *more)
+
+    builder.create_dot = create_dot

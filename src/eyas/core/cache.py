@@ -145,8 +145,12 @@ class KVCache(Cache):
         if self._where is None:
             slot_RN = self._slots_of()
             self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
+        return LayerCache(*self.keys_values(layer), *self._where, self._width)
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward."""
         key, value = (self._stores[shape][entry, self._span] for shape, entry in self._place[layer])
-        return LayerCache(key, value, *self._where, self._width)
+        return key, value
 
     def stores_of(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""

@@ -2,7 +2,8 @@
 
 cpu.py         compiled C++ kernels for the model types that they support; cpu_ops.py and cpu_grow.py: the rest of the cycle by kernels
 graphs.py      the model's own forward, or whole cycles, as CUDA graphs; recording.py: which part of a cycle is recorded
-compiled.py    layers by torch.compile, inside CUDA graphs
+fused.py       layers of the LLaMA shape by few kernels, inside CUDA graphs
+compiled.py    other layers by torch.compile, inside CUDA graphs
 attention.py   grouped-query attention over trees without copies of keys and values
 
 The model's own forward without any of these is `core.target.ModelRunner`.
@@ -23,6 +24,7 @@ from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, runner
 from eyas.runners.cpu_ops import CycleKernels
+from eyas.runners.fused import fused_layers
 from eyas.runners.graphs import GraphRunner
 
 __all__ = ["UnsuitedError", "prepared", "runner"]
@@ -87,7 +89,7 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
     if target.device.type == "cuda":
-        return _by_graphs(target, kernels)
+        return _by_graphs(target, kernels, own)
     if kernels == "compile":
         raise OptionError(f"kernels compile is for GPUs, and the target lies on {target.device}: leave it out")
     try:
@@ -105,16 +107,17 @@ def _with_cycle_kernels(target: Target) -> Target:
     return target.run_with(ModelRunner(CycleKernels()))
 
 
-def _by_graphs(target: Target, kernels: str) -> Target:
+def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
     if kernels == "auto":  # not yet run on a GPU, so only where it is asked for
         return target
     if rope := _growing_rope(target):
         warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
         return target
+    fused = fused_layers(target, joins=own)
     if kernels == "on":
-        return target.run_with(GraphRunner(target))
+        return target.run_with(GraphRunner(target, fused=fused))
     log.info("layers are compiled at their first passes: a minute or so, once; torch keeps what it makes on disk")
-    return target.run_with(GraphRunner(target, compiled=CompiledLayers(target.family.layers)))
+    return target.run_with(GraphRunner(target, compiled=CompiledLayers(target.family.layers), fused=fused))
 
 
 def _multiplies_fp8(device: torch.device) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
-from eyas.core.target import ForwardInput, ModelRunner, Runner, Target
+from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, Pass, Shape, ThreadCount, WeightFormat
+from eyas.runners._comparison import UnsuitedError, differences
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import KernelOps
 
@@ -34,10 +35,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
 CLOSE = 1e-4  # tolerance, relative to the largest logit: another order of summation changes less
-
-
-class UnsuitedError(Exception):
-    """The kernels cannot run this target; the message is one line with the reason."""
 
 
 def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
@@ -215,22 +212,9 @@ class CpuRunner:
                 f"take weights {suited[0]}{instead}"
             )
 
-    @torch.inference_mode()
     def check(self) -> None:
         """Compare logits and features over a prompt and a small tree with the model's own forward; UnsuitedError if they differ."""
-        target, count = self.target, max(1, min(24, self.target.context - 3))  # the tree's third level has a position, too
-        ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0))
-        tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]), 2)
-        feature_layers = (target.num_layers // 2, target.num_layers)
-        found = []
-        runs: tuple[Runner, ...] = (ModelRunner(), self)
-        for run in runs:
-            session = target.run_with(run).open(1, feature_layers)
-            session.prefill(0, ids[0, :count].tolist())
-            found.append(session.forward(ids[:, count:], tree))
-        if torch.isnan(found[0].logits_BNV).any():
-            raise target.nan_error(ids[0].tolist())
-        for own, ours in ((found[0].logits_BNV, found[1].logits_BNV), (found[0].features_BNF, found[1].features_BNF)):
+        for own, ours in differences(self.target, self):
             if not bool((own - ours).abs().max() <= CLOSE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})")
 

@@ -33,6 +33,7 @@ from eyas.kernels import EXACT
 from eyas.nn import Backend
 from eyas.runners.attention import packed
 from eyas.runners.compiled import CompiledLayers
+from eyas.runners.fused import FusedLayers, fused_layers
 from eyas.runners.recording import BUCKET, CycleReplay, State
 
 __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
@@ -198,6 +199,7 @@ class GraphRunner:
     Args:
         capture: makes the recordings; None: `CudaCapture`.
         compiled: the model's layers by torch.compile; None: they are not compiled.
+        fused: the model's layers by few kernels; None: they run by the model's own code.
     """
 
     form = EXACT
@@ -205,9 +207,12 @@ class GraphRunner:
     ops = REFERENCE
     records_cycles = True
 
-    def __init__(self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None) -> None:
+    def __init__(
+        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: FusedLayers | None = None
+    ) -> None:
         self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
+        self.fused = fused
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = OrderedDict()
         self._within_cycle = False  # a cycle is being recorded: the forward in it is not a graph of its own
 
@@ -228,7 +233,7 @@ class GraphRunner:
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
-        return other.run_with(GraphRunner(other, self.capture, layers))
+        return other.run_with(GraphRunner(other, self.capture, layers, fused_layers(other, joins=False)))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.model_runner.head(target, hidden)
@@ -236,7 +241,7 @@ class GraphRunner:
     def __call__(self, work: ForwardInput) -> TargetOutput:
         (R, Q), T = work.tokens_RQ.shape, work.visible_RQT.shape[-1]
         if work.last_only or Q > LARGEST:
-            return self.model_runner(work)
+            return self.model_runner(work) if self.fused is None else self.fused(work)
         if self._within_cycle:
             return self._run(replace(work, width=-(-work.width // ALIGNED) * ALIGNED))
         width = -(-work.width // BUCKET) * BUCKET
@@ -267,6 +272,9 @@ class GraphRunner:
     def _run(self, work: ForwardInput) -> TargetOutput:
         """Run the model. The slots of the new nodes are computed here again, as part of the graph."""
         T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
+        if self.fused is not None:
+            work.cache.reserve(work.width)
+            return self.fused(work)
         work.cache.at(work.span, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
         with packed(self.target.family.layers):
             if self.compiled is None:

@@ -1,0 +1,36 @@
+"""Compares a runner with the model's own forward, when the runner is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eyas.core.target import ModelRunner, Runner, Target
+from eyas.core.tree import TargetOutput, Tree
+
+__all__ = ["UnsuitedError", "differences"]
+
+
+class UnsuitedError(Exception):
+    """A runner cannot run this target; the message is one line with the reason."""
+
+
+@torch.inference_mode()
+def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
+    """Logits, then features, over a prompt and a small tree: by the model's own forward and by the runner.
+
+    Raises:
+        ModelError: the model's own logits are NaN.
+    """
+    count = max(1, min(24, target.context - 3))  # the tree's third level has a position, too
+    ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0)).to(target.device)
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1]], device=target.device), 2)
+    found = list[TargetOutput]()
+    for run in (ModelRunner(), runner):
+        session = target.run_with(run).open(1, (target.num_layers // 2, target.num_layers))
+        session.prefill(0, ids[0, :count].tolist())
+        found.append(session.forward(ids[:, count:], tree))
+    own, ours = found
+    if torch.isnan(own.logits_BNV).any():
+        raise target.nan_error(ids[0].tolist())
+    return [(own.logits_BNV, ours.logits_BNV), (own.features_BNF, ours.features_BNF)]

@@ -1,0 +1,245 @@
+"""Runs layers of the LLaMA shape on a GPU by few kernels: ten a layer, where the model's own code launches forty.
+
+    residual + norm        1    attention to the tree   2 (one for prompts)    residual + norm   1    SwiGLU   1
+    queries, keys, values  1    output                  1                      gate and up       1    down     1
+    rotation and cache     1
+
+A layer has this shape if its modules are: norm, attention with rotary positions (norms of heads and biases are optional), norm, and a
+gated MLP or any other module in its place (experts). When the layers are made, logits and features are compared with those of the model's
+own forward; if they differ, the layers are refused. So an operation between these modules that no module shows is noticed.
+
+**Weights.** The matrices of queries, keys and values become one, and those of gate and up: for a model that eyas loaded itself. The
+parameters become views of the common matrix, layer by layer, so nothing is stored twice and every parameter keeps its values. A model that
+the user loaded is left alone: its matrices are multiplied one by one, with three more kernels a layer.
+
+Hooks of the model's modules are not called. Not yet run on a GPU.
+Letters: R rows, Q new nodes, T nodes in slots, D hidden, X outputs of several matrices, P positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.core import families
+from eyas.core.target import ForwardInput, ModelRunner, Target
+from eyas.core.tree import TargetOutput
+from eyas.gpu import add_norm, attention, available, rotate_and_store, swiglu
+from eyas.runners._comparison import UnsuitedError, differences
+
+__all__ = ["FusedLayers", "FusedRunner", "check", "fused_layers"]
+
+log = logging.getLogger(__name__)
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+CLOSE = {torch.float32: 1e-4}  # tolerance, relative to the norm of all numbers; other orders of summation change less
+CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
+
+
+class Matrices:
+    """Linear layers with one input.
+
+    Args:
+        joined: their weights become views of one matrix, which is multiplied at once.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], joined: bool) -> None:
+        self.linears, self.sizes = linears, [linear.out_features for linear in linears]
+        self.weight_XD = _joined([linear.weight for linear in linears]) if joined else None
+        has_bias = linears[0].bias is not None
+        self.bias_X = _joined([linear.bias for linear in linears]) if joined and has_bias else None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.weight_XD is None:
+            return tuple(F.linear(x, linear.weight, linear.bias) for linear in self.linears)
+        return torch.split(F.linear(x, self.weight_XD, self.bias_X), self.sizes, -1)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor with the rows of all; the parameters become views of it."""
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return joined
+
+
+@dataclass(frozen=True)
+class _Layer:
+    number: int  # in the cache
+    window: int  # positions that it sees; 0: all
+    scale: float  # of scores
+    norm_D: Tensor
+    mlp_norm_D: Tensor
+    eps: float
+    qkv: Matrices
+    q_norm_h: Tensor | None
+    k_norm_h: Tensor | None
+    output: nn.Linear
+    gate_up: Matrices | None  # None: `mlp` is called as a whole
+    mlp: Any
+
+
+class FusedLayers:
+    """The layers of one target, run by eyas' own loop.
+
+    Args:
+        joins: whether matrices with one input are joined: for models that nobody else uses.
+
+    Raises:
+        UnsuitedError: the layers have another shape. Whether they compute something else is seen by `check`.
+    """
+
+    def __init__(self, target: Target, joins: bool) -> None:
+        _refuse(target)
+        base: Any = target.family.base
+        kinds = getattr(target.model.config, "layer_types", None)
+        kinds = kinds or ["sliding_attention" if target.family.window else "full_attention"] * target.num_layers
+        windows = [(target.family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
+        self.target = target
+        self.norm_D, self.eps = base.norm.weight.detach(), _eps(base.norm)
+        self.layers = [_layer(layer, place, windows[place], joins) for place, layer in enumerate(target.family.layers)]
+        self._rotary: nn.Module = base.rotary_emb
+        self._tables: list[tuple[Tensor, Tensor]] = []  # cosines and sines [P, h / 2]; older ones are kept for graphs that read them
+
+    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of at least this many positions, by the model's own rotary module."""
+        known = len(self._tables[-1][0]) if self._tables else 0
+        if positions > known:
+            count = max(positions, min(self.target.context, max(2 * known, 4096)))
+            like = torch.empty(1, 1, 1, dtype=self.target.dtype, device=self.target.device)
+            cosine, sine = self._rotary(like, torch.arange(count, device=self.target.device)[None])
+            half = cosine.shape[-1] // 2
+            self._tables.append((cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()))
+        return self._tables[-1]
+
+    def __call__(self, work: ForwardInput) -> TargetOutput:
+        target, features = self.target, dict[int, Tensor]()
+        tables = self.tables(work.width)
+        update, residual = target.embed(work.tokens_RQ), None
+        for place, layer in enumerate(self.layers):
+            hidden, normed = add_norm(update, residual, layer.norm_D, layer.eps)
+            features[place] = hidden
+            attended = self._attend(layer, normed, work, tables)
+            hidden, normed = add_norm(layer.output(attended), hidden, layer.mlp_norm_D, layer.eps)
+            update, residual = _mlp(layer, normed), hidden
+        features[target.num_layers] = last = add_norm(update, residual, self.norm_D, self.eps)[1]
+        logits = families.head(target.family, last[:, -1:] if work.last_only else last)
+        chosen = [features[k] for k in work.feature_layers] or [last[..., :0]]
+        return TargetOutput(logits, torch.cat(chosen, dim=-1) if len(chosen) > 1 else chosen[0])
+
+    def _attend(self, layer: _Layer, normed: Tensor, work: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """The heads' outputs [R, Q, heads x h], before the output matrix."""
+        T, Q = work.visible_RQT.shape[2], work.tokens_RQ.shape[1]
+        key, value = work.cache.keys_values(layer.number)
+        q_RQHh = rotate_and_store(
+            *layer.qkv(normed), *tables, work.position_RQ, work.length_R, T - Q, key, value, layer.q_norm_h, layer.k_norm_h, layer.eps, None
+        )  # fmt: skip
+        visible_RQT = work.visible_RQT
+        if 0 < layer.window < T:  # else no two nodes are that far apart
+            visible_RQT = visible_RQT & (work.depth_RT[:, T - Q :, None] - work.depth_RT[:, None] < layer.window)
+        seen = slice(0, work.width)
+        return attention(
+            q_RQHh, key[:, :, seen], value[:, :, seen], work.length_R, visible_RQT, work.position_RQ, layer.scale, layer.window
+        ).flatten(2)  # fmt: skip
+
+
+def _mlp(layer: _Layer, x: Tensor) -> Tensor:
+    if layer.gate_up is None:
+        return layer.mlp(x)  # type: ignore[no-any-return]
+    return layer.mlp.down_proj(swiglu(*layer.gate_up(x)))  # type: ignore[no-any-return]
+
+
+def _layer(layer: Any, place: int, window: int, joins: bool) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
+    return _Layer(
+        number=getattr(attention, "layer_idx", place),
+        window=window,
+        scale=float(attention.scaling),
+        norm_D=layer.input_layernorm.weight.detach(),
+        mlp_norm_D=layer.post_attention_layernorm.weight.detach(),
+        eps=_eps(layer.input_layernorm),
+        qkv=Matrices((attention.q_proj, attention.k_proj, attention.v_proj), joins),
+        q_norm_h=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
+        k_norm_h=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        output=attention.o_proj,
+        gate_up=Matrices((mlp.gate_proj, mlp.up_proj), joins) if gated else None,
+        mlp=mlp,
+    )
+
+
+class FusedRunner(ModelRunner):
+    """Runs forwards by fused layers, without graphs."""
+
+    name = "fused"
+
+    def __init__(self, fused: FusedLayers) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def __call__(self, work: ForwardInput) -> TargetOutput:
+        return self.fused(work)
+
+
+def fused_layers(target: Target, joins: bool) -> FusedLayers | None:
+    """The layers of the target by kernels, compared with its own; None where there are no kernels or other layers."""
+    if not available(target.device):
+        return None
+    try:
+        check(fused := FusedLayers(target, joins=False))
+    except UnsuitedError as why:
+        log.info("layers run by the model's own code: %s", why)
+        return None
+    return FusedLayers(target, joins=True) if joins else fused
+
+
+def check(fused: FusedLayers) -> None:
+    """Compare with the model's own forward; UnsuitedError if logits or features differ."""
+    tolerance = CLOSE.get(fused.target.dtype, CLOSE_ROUNDED)
+    for own, ours in differences(fused.target, FusedRunner(fused)):
+        difference = float((own.float() - ours.float()).norm() / own.float().norm())
+        if not difference <= tolerance:  # NaN is not
+            raise UnsuitedError(f"the model's own forward gives other numbers (by {difference:.2g})")
+
+
+def _refuse(target: Target) -> None:
+    """Raise UnsuitedError if a layer has another shape."""
+    config, base = target.model.config, target.family.base
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not all(hasattr(base, name) for name in ("norm", "rotary_emb")) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsuitedError("no rotary positions of whole heads, or no final norm, where LLaMA has them")
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish") or getattr(config, "attn_logit_softcapping", None):
+        raise UnsuitedError("an activation other than silu, or a softcap of scores")
+    for k, layer in enumerate(target.family.layers):
+        if reason := _fault(layer):
+            raise UnsuitedError(f"layer {k}: {reason}")
+
+
+def _fault(layer: Any) -> str:
+    """Why a layer has not the shape; "" if it has."""
+    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+        return "its modules are not a norm, attention, a norm and an MLP"
+    attention = layer.self_attn
+    parts = {name for name, _ in attention.named_children()} - {"rotary_emb"}
+    if parts - {"q_norm", "k_norm"} != ATTENTION_PARTS or any(True for _ in attention.parameters(recurse=False)):
+        return "attention is not made of q_proj, k_proj, v_proj and o_proj"
+    if any(type(getattr(attention, name)) is not nn.Linear for name in ATTENTION_PARTS):
+        return "attention has matrices that are not plain linear layers"
+    if len({getattr(attention, name).bias is None for name in ("q_proj", "k_proj", "v_proj")}) != 1:
+        return "some of queries, keys and values have a bias"
+    if any(getattr(attention, name).weight.shape != (attention.head_dim,) for name in parts & {"q_norm", "k_norm"}):
+        return "its norms of queries and keys are not those of heads"
+    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in layer.modules()):
+        return "somebody else has hooks in it, or has replaced its forward"
+    return ""
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

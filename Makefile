@@ -19,7 +19,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo bench bench-heads test test-fast check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -28,6 +28,10 @@ help: ## this list
 demo: $(STAMP) ## the embedded model: plain decoding beside the best method, live
 	@echo "==> eyas demo"
 	@$(BIN)/eyas demo $(ARGS)
+
+serve: $(STAMP) ## the embedded model for clients of OpenAI's interface, on http://127.0.0.1:8000 (ARGS="--port 8080")
+	@echo "==> eyas serve"
+	@$(BIN)/eyas serve $(ARGS)
 
 bench: $(STAMP) ## tokens per second of plain decoding, generate and several trees on this machine (minutes)
 	@echo "==> runs/speed.py"
@@ -71,6 +75,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[bench,dev,grammar]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[bench,serve,grammar,dev]'
 	@touch $@
 	@echo "==> .venv is ready"

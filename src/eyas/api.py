@@ -636,6 +636,7 @@ class TextReader:
         if tokenizer is None and stop:
             raise InputError("stop strings need a tokenizer, and this target has none")
         self._stops = None if tokenizer is None else StopStrings(tokenizer, stop)
+        self.stop_string: str | None = None  # the one that ended the text
         self._taken: list[str] = []
         self._new: list[str] = []
 
@@ -645,6 +646,7 @@ class TextReader:
             return False
         piece = self._stops.feed(token)
         self._new.append(piece.text)
+        self.stop_string = piece.hit
         return piece.hit is not None
 
     def take(self, final: bool = False) -> str:

@@ -28,7 +28,7 @@ from eyas.errors import OptionError
 Options = TypeVar("Options")
 
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # stands for the argument `-`, which would be an option otherwise
-PANELS = ("Prompt", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
+PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
 def annotated(annotation: Any, **settings: Any) -> Any:

@@ -1,1 +1,24 @@
-"""An OpenAI-compatible server, and the page that shows every cycle."""
+"""`eyas serve`: a server for the clients of OpenAI's interface.
+
+    settings.py      what one server offers and where its limits are
+    records.py       the internal request and the stream of what is generated for it
+    engine.py        the one thread that decodes
+    pool.py          the Decoders of that thread, by method and by number of rows
+    answers.py       the asyncio side of one request: what the thread has generated so far
+    steps.py, cycles.py
+                     from the Decoder's Steps to that stream, and to objects for the page
+    methods.py       the drafting methods that a request may choose
+    metrics.py       counters for Prometheus; stats.py: the same as JSON for the page
+
+    protocol/        the bodies of requests as pydantic models
+    completions.py, chat.py, tokens.py, info.py
+                     one dialect or concern each: from a body to the internal request, and from the stream to a response
+    service.py, reply.py
+                     what the dialects share
+    stream.py        server-sent events, keep-alive, clients that hang up
+    errors.py, auth.py, limits.py, access.py, bodies.py
+                     errors in OpenAI's form, keys, sizes, request ids and the access log, reading bodies
+    app.py           the routes; server.py: uvicorn, SIGTERM and the end of the process
+
+No module here knows trees or models: they know requests, tokens and HTTP.
+"""

@@ -1,0 +1,88 @@
+"""`eyas serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
+
+from eyas.cli._errors import UsageError
+from eyas.cli._load import load, need_packages, note_no_head
+from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions, option_group
+
+if TYPE_CHECKING:
+    from eyas.api import LLM
+    from eyas.serve.settings import Settings
+
+GROUP = "Answers"
+EXAMPLES = """
+eyas serve  # the embedded model, on http://127.0.0.1:8000
+eyas serve --target MODEL --draft HEAD --rows 16 --port 8080
+"""
+NOTES = ("Clients of OpenAI's interface use it with base_url http://HOST:PORT/v1; the page at / shows every cycle.",)
+KEY_VARIABLE = "EYAS_API_KEY"
+
+
+@option_group
+class ServeOptions:
+    """Where the server listens, and its limits."""
+
+    host: Annotated[str, "Server", "ADDRESS"] = "127.0.0.1"
+    """0.0.0.0 listens to the whole network."""
+    port: Annotated[NonNegativeInt, "Server", "N"] = 8000
+    """0: any that is free."""
+    name: Annotated[str | None, "Server", "NAME"] = None
+    """The model's name for clients. Default: the last part of the target's."""
+    api_key: Annotated[tuple[str, ...], "Server", "KEY"] = ()
+    """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
+    cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
+    """Let web pages of this origin use the server; may be given several times."""
+    json_logs: Annotated[bool, "Server"] = False
+    """Log one JSON object a line."""
+    rows: Annotated[PositiveInt, "Limits", "N"] = 8
+    """Sequences that are decoded together."""
+    queue: Annotated[NonNegativeInt, "Limits", "N"] = 256
+    """Sequences that may wait; a request beyond them gets status 429."""
+    max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
+    """Tokens of a prompt and its answer. Default: the target's context."""
+    max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
+    """Tokens of one answer."""
+    timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
+    """A request is given up after this time."""
+    drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
+    """After SIGTERM, running answers have this time to end."""
+
+
+def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions) -> int:
+    """Serve a model to clients of OpenAI's interface."""
+    need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    from eyas.serve.app import make_app
+    from eyas.serve.server import Address, serve
+    from eyas.serve.service import Service
+
+    keys = [*server.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    if not all(key.strip() for key in keys):
+        raise UsageError("an --api-key is empty")
+    llm = load(model, draft, options)
+    note_no_head(llm, model, draft)
+    service = Service(llm, settings_of(server, llm))
+    app = make_app(service, keys, server.cors_origin)
+    serve(app, service, Address(server.host, server.port), drain_seconds=server.drain, json_logs=server.json_logs)
+    return 0
+
+
+def settings_of(options: ServeOptions, llm: LLM) -> Settings:
+    """The settings of a server for this model."""
+    from eyas.serve.settings import Settings
+
+    name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]
+    context = min(options.max_model_len or llm.target.context, llm.target.context)
+    return Settings(
+        name,
+        rows=options.rows,
+        queue=options.queue,
+        max_model_len=context,
+        max_tokens=min(options.max_tokens, context),
+        timeout=options.timeout,
+    )

@@ -1,0 +1,83 @@
+"""The asyncio side of one job: the Deltas that the engine thread has made so far, in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from eyas.serve.records import Delta
+
+__all__ = ["Answer", "Silence"]
+
+
+class Silence:
+    """Stands in the stream for some seconds in which nothing came."""
+
+
+class Answer:
+    """What is generated for one job, for a single reader.
+
+    Args:
+        count: sequences of the job.
+        cancel: gives up what is left of the job.
+        join: whether Deltas that a slow reader leaves lying become one.
+    """
+
+    def __init__(self, count: int, cancel: Callable[[Answer], None], join: bool = True) -> None:
+        self.count = count
+        self._open = count  # sequences that have not ended
+        self._arrived: deque[Delta] = deque()
+        self._news = asyncio.Event()
+        self._cancel = cancel
+        self._join = join
+
+    def put(self, deltas: Iterable[Delta]) -> None:
+        """Add Deltas; called in the event loop."""
+        self._arrived.extend(deltas)
+        self._news.set()
+
+    async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
+        """What comes, until every sequence has ended. Close the Answer afterwards.
+
+        Args:
+            keep_alive: seconds without anything after which a Silence is yielded.
+
+        Raises:
+            Exception: the error of a sequence.
+        """
+        while self._open:
+            if not await self._wait(keep_alive):
+                yield Silence()
+            for delta in self._take():
+                if delta.error is not None:
+                    raise delta.error
+                self._open -= delta.finish is not None
+                yield delta
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        if self._open:
+            self._open = 0
+            self._cancel(self)
+
+    async def _wait(self, seconds: float | None) -> bool:
+        """Wait for Deltas; False when none came in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take(self) -> list[Delta]:
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        self._news.clear()
+        if not self._join:
+            return arrived
+        joined: dict[int, Delta] = {}
+        for delta in arrived:
+            before = joined.get(delta.index)
+            joined[delta.index] = delta if before is None or delta.error else before.joined(delta)
+        return list(joined.values())

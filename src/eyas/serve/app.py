@@ -1,0 +1,85 @@
+"""The routes of a server, and what stands in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+
+from eyas import __version__
+from eyas.serve import chat, completions, errors, info, tokens
+from eyas.serve.access import AccessLog
+from eyas.serve.auth import KeyCheck
+from eyas.serve.bodies import body_of
+from eyas.serve.limits import BodyLimit
+from eyas.serve.protocol.chat import ChatBody
+from eyas.serve.protocol.completions import CompletionBody
+from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
+from eyas.serve.service import Service
+
+__all__ = ["make_app"]
+
+PAGE = Path(__file__).parent / "page"
+
+
+def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
+    """The application.
+
+    Args:
+        keys: one of them is needed, if there are any.
+        origins: of web pages that may use the server from a browser.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            service.stop()
+
+    app = FastAPI(
+        title="eyas",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # their scripts would come from the network
+        redoc_url=None,
+        middleware=[
+            Middleware(AccessLog),
+            *([Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])] if origins else []),
+            Middleware(KeyCheck, keys=keys),
+            Middleware(BodyLimit, most=service.settings.max_body_bytes),
+        ],
+    )
+    errors.install(app)
+    app.include_router(info.router(service))
+    _add_generation(app, service)
+    if PAGE.is_dir():
+        app.mount("/", StaticFiles(directory=PAGE, html=True))
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    """The routes that read a body."""
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions_route(request: Request, body: Annotated[CompletionBody, Depends(body_of(CompletionBody))]) -> Response:
+        return await completions.complete(service, request, body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_route(request: Request, body: Annotated[ChatBody, Depends(body_of(ChatBody))]) -> Response:
+        return await chat.chat(service, request, body)
+
+    @app.post("/tokenize")
+    async def tokenize_route(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))]) -> dict[str, Any]:
+        return await tokens.tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def detokenize_route(body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))]) -> dict[str, Any]:
+        return await tokens.detokenize(service, body)

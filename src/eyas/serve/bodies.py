@@ -1,0 +1,34 @@
+"""Reads the body of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from eyas.serve.errors import ApiError, invalid_body
+from eyas.serve.protocol.fields import Body
+
+__all__ = ["body_of"]
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def body_of(kind: type[Kind]) -> Callable[[Request], Awaitable[Kind]]:
+    """A dependency of FastAPI: the request's body as this model, or an ApiError with status 400.
+
+    Only JSON by name is read: a web page of another origin cannot send that without being asked for its permission first.
+    """
+
+    async def read(request: Request) -> Kind:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(415, "send the body as JSON, with the header `Content-Type: application/json`")
+        try:
+            return kind.model_validate_json(await request.body())
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    return read

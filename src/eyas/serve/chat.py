@@ -1,0 +1,62 @@
+"""POST /v1/chat/completions: a conversation, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+
+from eyas.serve.access import request_id
+from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.protocol.chat import ChatBody
+from eyas.serve.records import Delta, Job, Totals
+from eyas.serve.reply import Dialect, reply
+from eyas.serve.service import Service, speculation
+
+__all__ = ["chat"]
+
+
+async def chat(service: Service, request: Request, body: ChatBody) -> Response:
+    """Answer one request."""
+    service.check_model(body.model)
+    n = body.n or 1
+    check_count(service.settings, 1, n)
+    ids = await service.in_worker(service.render, body.messages)
+    method, keywords = speculation(body)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    keywords |= body.keywords()
+    keywords["max_new_tokens"] = answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
+    job = Job((ids,), keywords, n, method, body.timeout)
+    return await reply(service, request, body, ChatCompletion(job, service.settings.name, request_id(request.scope)))
+
+
+@dataclass
+class ChatCompletion(Dialect):
+    """OpenAI's chat completions."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [_chunk_choice(i, {"role": "assistant", "content": ""}) for i in range(self.job.n)]
+
+    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": totals.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": totals.finish,
+            "stop_reason": totals.stop_reason,
+        }
+
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        choices = [_chunk_choice(delta.index, {"content": delta.text})] if delta.text else []
+        if delta.finish:
+            choices.append({**_chunk_choice(delta.index, {}, delta.finish), "stop_reason": delta.stop_reason})
+        return choices
+
+
+def _chunk_choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}

@@ -1,0 +1,266 @@
+"""The engine: one thread owns the Decoders; the event loop hands it jobs and receives what they generate.
+
+    event loop                              engine thread
+    submit(job) -> Answer    --- inbox -->  waiting, until fewer than `rows` sequences are in flight
+    Answer.deltas()          <-- Deltas --  one cycle of every Decoder that has something to do
+    Answer given up          --- inbox -->  its sequences are cancelled
+
+Nothing else is shared but counters. An exception that escapes a Decoder ends the engine: it fails every job, and `error` tells the
+server, which ends with it. This module knows no dialect and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from random import SystemRandom
+
+from eyas.api import LLM, TextReader
+from eyas.core.engine import Decoder, Request, Step
+from eyas.errors import EyasError
+from eyas.serve.answers import Answer
+from eyas.serve.errors import ApiError
+from eyas.serve.methods import Methods
+from eyas.serve.metrics import Metrics, SequenceTimes
+from eyas.serve.pool import DecoderPool
+from eyas.serve.records import Delta, Job
+from eyas.serve.settings import Settings
+from eyas.serve.steps import DeltaMaker, drafted_nodes
+
+__all__ = ["Engine"]
+
+LOOK_SECONDS = 0.25  # how often deadlines are looked at
+SEEDS = SystemRandom()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence of a job."""
+
+    index: int
+    request: Request
+    reader: TextReader
+    method: str
+    deadline: float
+    answer: Answer
+    maker: DeltaMaker
+    times: SequenceTimes
+    decoder: Decoder | None = None  # that it is in
+    ticket: int = 0
+
+
+class Engine:
+    """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event loop and its workers."""
+
+    def __init__(self, llm: LLM, settings: Settings, metrics: Metrics) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.metrics = metrics
+        self.methods = Methods(llm)
+        self.error: BaseException | None = None
+        self.draining = False
+        self._pool = DecoderPool(self.methods, settings.rows)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Sequence] = deque()
+        self._flying: dict[tuple[Decoder, int], Sequence] = {}
+        self._lock = threading.Lock()
+        self._accepted = 0  # sequences that are waiting or in flight
+        self._next_look = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        metrics.watch(lambda: self.load)
+        self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
+
+    # --- called by the event loop and its workers ---
+
+    def start(self) -> None:
+        """Begin to decode. Called in the event loop that is told what is generated."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give up everything, and wait until the thread has ended."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def drain(self) -> None:
+        """Take no more jobs; those that are here go on."""
+        self.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is here."""
+        return not self._accepted
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Sequences in flight, and sequences that wait."""
+        flying = len(self._flying)
+        return flying, max(0, self._accepted - flying)
+
+    def check_open(self) -> None:
+        """Raise the ApiError that says why no job is taken now, if so."""
+        if self.error is not None:
+            raise ApiError(503, "the engine has failed, and the server ends", headers={"x-should-retry": "false"})
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: ask another one", headers={"retry-after": "5"})
+
+    def prepare(self, job: Job) -> list[tuple[Request, TextReader]]:
+        """The engine's requests for a job, checked. Takes a while for long prompts, so it runs in a worker.
+
+        Raises:
+            EyasError: the job cannot be served.
+        """
+        self.methods.drafter(job.method or self.llm.method)
+        prepared = []
+        for prompt in job.prompts:
+            self._check_prompt(prompt)
+            seed = job.keywords.get("seed")
+            for sample in range(job.n):
+                own = SEEDS.getrandbits(62) if seed is None else seed + sample
+                prepared.append(self.llm.request(prompt, **{**job.keywords, "seed": own}))
+        return prepared
+
+    def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
+        """Queue a job, whole or not at all.
+
+        Raises:
+            ApiError: the queue is full (429), or the server takes no jobs (503).
+        """
+        self.check_open()
+        with self._lock:
+            if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
+                self.metrics.rejected()
+                seconds = self.metrics.seconds_until_free(self._accepted, self.settings.rows)
+                raise ApiError(429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)})
+            self._accepted += len(prepared)
+        answer = Answer(len(prepared), self._give_up)
+        method = job.method or self.llm.method
+        deadline = time.monotonic() + min(job.timeout or self.settings.timeout, self.settings.timeout)
+        sequences = [
+            Sequence(i, request, reader, method, deadline, answer, DeltaMaker(i, reader), SequenceTimes(len(request.prompt)))
+            for i, (request, reader) in enumerate(prepared)
+        ]
+        self._inbox.put(lambda: self._waiting.extend(sequences))
+        return answer
+
+    def _give_up(self, answer: Answer) -> None:
+        self._inbox.put(lambda: self._cancel([s for s in self._sequences() if s.answer is answer]))
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """What `Decoder.add` would refuse, refused before the job is queued."""
+        vocab = self.llm.target.vocab_size
+        outside = next((token for token in prompt if not 0 <= token < vocab), None)
+        if not prompt:
+            raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
+        if outside is not None:
+            raise ApiError(400, f"token id {outside} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="prompt")
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        error = ApiError(503, "the server has shut down")
+        try:
+            while self._read_inbox():
+                self._expire()
+                self._admit()
+                for decoder in self._pool.busy():
+                    self._deliver(decoder, decoder.step())
+        except BaseException as fault:
+            self.error = fault
+            error = ApiError(500, "the engine has failed, and the server ends", headers={"x-should-retry": "false"})
+        self._end(self._sequences(), error)
+
+    def _sequences(self) -> list[Sequence]:
+        return [*self._flying.values(), *self._waiting]
+
+    def _read_inbox(self) -> bool:
+        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread is to end."""
+        wait = not self._waiting and not self._flying
+        while True:
+            try:
+                task = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if task is None:
+                return False
+            task()
+            wait = False
+
+    def _expire(self) -> None:
+        """End the sequences whose time is over."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        late = [sequence for sequence in self._sequences() if sequence.deadline < now]
+        self._cancel(late, ApiError(408, "the time for this request is over", code="timeout", headers={"x-should-retry": "false"}))
+
+    def _cancel(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
+        """Take sequences out of the queue and the Decoders; with an error, tell their readers."""
+        listed = list(sequences)
+        for sequence in listed:
+            if sequence.decoder is not None:
+                sequence.decoder.cancel(sequence.ticket)
+        self._end(listed, error)
+
+    def _admit(self) -> None:
+        """Waiting sequences enter Decoders, first come, first served."""
+        while self._waiting and len(self._flying) < self.settings.rows:
+            sequence = self._waiting.popleft()
+            decoder = self._pool.decoder(sequence.method, load=len(self._flying) + len(self._waiting) + 1)
+            try:
+                sequence.ticket = decoder.add(sequence.request)
+            except EyasError as error:
+                self._end([sequence], error)
+                continue
+            sequence.decoder = decoder
+            self._flying[decoder, sequence.ticket] = sequence
+            self.metrics.admitted(sequence.times)
+
+    def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
+        """Hand the Steps of one cycle to the readers, as Deltas."""
+        news: dict[Answer, list[Delta]] = defaultdict(list)
+        for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
+            sequence = self._flying[decoder, step.request]
+            delta = sequence.maker.make(step, drafted)
+            self.metrics.stepped(delta, sequence.times)
+            news[sequence.answer].append(delta)
+            if delta.finish:
+                self._remove(sequence)
+        self._tell(news)
+
+    def _end(self, sequences: Iterable[Sequence], error: Exception | None) -> None:
+        """Forget sequences that end without a last Step; with an error, tell their readers."""
+        news: dict[Answer, list[Delta]] = defaultdict(list)
+        for sequence in sequences:
+            self._remove(sequence)
+            self.metrics.ended(sequence.times, "error" if error else "abort")
+            if error is not None:
+                news[sequence.answer].append(Delta(sequence.index, finish="error", error=error))
+        self._tell(news)
+
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.decoder is not None:
+            del self._flying[sequence.decoder, sequence.ticket]
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        with self._lock:
+            self._accepted -= 1
+
+    def _tell(self, news: Mapping[Answer, list[Delta]]) -> None:
+        """Let the event loop hand Deltas to their readers."""
+
+        def put() -> None:
+            for answer, deltas in news.items():
+                answer.put(deltas)
+
+        if news and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(put)

@@ -1,0 +1,81 @@
+"""What a server says about itself: models, health, version, counters, the tokenizer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from eyas import __version__
+from eyas.serve.errors import ApiError
+from eyas.serve.service import Service
+
+__all__ = ["router"]
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    model = {
+        "id": service.settings.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "eyas",
+        "root": service.llm.target.name or service.settings.name,
+        "parent": None,
+        "max_model_len": service.settings.max_model_len,
+    }
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model
+
+    @routes.get("/health")
+    async def health() -> Response:
+        service.engine.check_open()
+        return Response(status_code=200)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=PROMETHEUS)
+
+    @routes.get("/stats")
+    async def stats() -> dict[str, Any]:
+        running, waiting = service.engine.load
+        return {
+            "model": service.settings.name,
+            "method": service.llm.method,
+            "methods": service.engine.methods.names,
+            "rows": service.settings.rows,
+            "running": running,
+            "waiting": waiting,
+            "queue": service.settings.queue,
+            "draining": service.engine.draining,
+            "recent": service.metrics.recent.summary(),
+        }
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = service.llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(404, "this server has no tokenizer")
+        special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+        template = getattr(tokenizer, "chat_template", None)
+        return JSONResponse(
+            {"tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), **special, "chat_template": template}
+        )
+
+    return routes

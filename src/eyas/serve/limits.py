@@ -1,0 +1,70 @@
+"""Sizes of bodies and answers."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eyas.serve.errors import ApiError, error_response
+from eyas.serve.settings import Settings
+
+__all__ = ["BodyLimit", "answer_tokens", "check_count"]
+
+
+class BodyLimit:
+    """Refuses bodies that are too large, before they are read as far as possible."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app = app
+        self.most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = ApiError(413, f"the body has more than {self.most} bytes, which is this server's limit")
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > self.most:
+            await error_response(refused)(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.most:
+                raise refused
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def check_count(settings: Settings, prompts: int, n: int) -> None:
+    """ApiError when a request asks for more sequences than the server takes at once."""
+    if prompts * n > settings.max_sequences:
+        raise ApiError(400, f"{prompts} prompts x {n} samples are more than {settings.max_sequences}: ask for fewer at once", param="n")
+
+
+def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:
+    """The tokens that an answer may have.
+
+    Raises:
+        ApiError: prompt and answer exceed the context, or the answer the server's limit.
+    """
+    room = settings.max_model_len - prompt
+    if room < 1:
+        raise _too_long(f"the prompt has {prompt} tokens; prompt and answer may have {settings.max_model_len}: shorten the prompt")
+    if asked is None:
+        return max(1, min(default, room))
+    if asked > room:
+        raise _too_long(
+            f"{prompt} prompt tokens + {asked} new tokens exceed the context of {settings.max_model_len}: ask for at most {room} new tokens"
+        )
+    if asked > settings.max_tokens:
+        raise ApiError(400, f"an answer may have {settings.max_tokens} tokens on this server, not {asked}", param="max_tokens")
+    return asked
+
+
+def _too_long(message: str) -> ApiError:
+    return ApiError(400, message, param="messages", code="context_length_exceeded")

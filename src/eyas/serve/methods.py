@@ -1,0 +1,58 @@
+"""The drafting methods that a request may ask for: the server's own, and those that its head or the text alone can serve."""
+
+from __future__ import annotations
+
+import threading
+
+from eyas import checkpoints, drafters, tiny
+from eyas.adaptive import auto
+from eyas.adaptive.dormant import Policy, adapted
+from eyas.api import LLM
+from eyas.core.drafter import Drafter, build_options
+from eyas.errors import OptionError
+
+__all__ = ["PLAIN", "Methods"]
+
+PLAIN = "vanilla"  # the method that drafts nothing
+
+
+class Methods:
+    """Loads each method when it is first asked for. May be used by several threads."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.names = [llm.method, *(name for name in drafters.names() if name != llm.method and self._is_served(name))]
+        self._loaded: dict[str, tuple[Drafter, Policy | None]] = {llm.method: (llm.drafter, llm.policy)}
+        self._lock = threading.Lock()
+
+    def drafter(self, method: str) -> Drafter:
+        """What drafts by this method, adaptive where the server's own method is.
+
+        Raises:
+            OptionError: a method that this server does not have.
+        """
+        if method not in self.names:
+            raise OptionError(f"this server drafts by {', '.join(self.names)}; there is no {method!r}")
+        with self._lock:
+            if method not in self._loaded:
+                self._loaded[method] = self._load(method)
+            return adapted(*self._loaded[method])
+
+    def _load(self, method: str) -> tuple[Drafter, Policy | None]:
+        kind = drafters.find(method)
+        drafter = kind.from_pretrained(self._head(method), self.llm.target, build_options(kind.Options, {}))
+        return drafter, None if self.llm.policy is None else auto(drafter)
+
+    def _is_served(self, method: str) -> bool:
+        kind = drafters.find(method)
+        return kind.model_free or method == PLAIN or self._head(method) is not None
+
+    def _head(self, method: str) -> str | None:
+        """The head that the method reads, if the server has one."""
+        kind = drafters.find(method)
+        if not kind.reads:
+            return None
+        if self.llm.target.name == "embedded":
+            return str(tiny.HEADS[kind.reads]) if kind.reads in tiny.HEADS else None
+        name = self.llm.draft_name
+        return name if name is not None and checkpoints.load(name).method == kind.reads else None

@@ -1,0 +1,153 @@
+"""Counters of the server, in Prometheus' text form.
+
+Requests, latencies and speculation have the names of vLLM's metrics, so that its dashboards and `vllm bench serve` find them. A request
+there is a sequence here: one sample of one prompt. What vLLM does not have is named `eyas:...`.
+
+    draft              a cycle of one sequence in which something was drafted
+    draft token        a candidate node of the draft tree, the root excluded
+    accepted token     a draft token on the accepted path; position 0 is the first one
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from eyas.serve.records import Delta
+from eyas.serve.stats import RecentTokens
+
+__all__ = ["Metrics", "SequenceTimes"]
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+DEEPEST = 32  # positions of accepted tokens that are counted apart; deeper ones share the last
+
+
+@dataclass
+class SequenceTimes:
+    """When what happened to one sequence, in seconds of the monotonic clock."""
+
+    prompt_tokens: int
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first: float | None = None  # the first token
+    last: float | None = None  # the newest tokens
+
+
+class Metrics:
+    """What the engine counts. The methods are called by its thread, but for `rejected`, `text` and `seconds_until_free`."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.recent = RecentTokens()
+        self._label = {"model_name": model_name}
+        self._sequence_seconds = 1.0  # running mean of a sequence's time in its row
+
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.cached_tokens = self._counter("vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again.")
+        self.queried_tokens = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
+        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+        self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.accepted_by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", ["model_name", "position"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.finished = Counter(
+            "vllm:request_success", "Sequences that ended, by reason.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self.rejections = self._counter("eyas:admission_rejections", "Requests refused because the queue was full.")
+        self.cycles = Counter(
+            "eyas:decision_cycles", "Cycles of sequences by what was drafted.", ["model_name", "decision"], registry=self.registry
+        )
+        self.cycle_tokens = self._counter("eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau.")
+        self.first_token_seconds = self._histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.inter_token_seconds = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens; of a cycle, its mean.")
+        self.sequence_seconds = self._histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.queue_seconds = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.")
+        self.prefill_seconds = self._histogram("vllm:request_prefill_time_seconds", "From the queue to the first token.")
+        self.decode_seconds = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._label)
+
+    def _histogram(self, name: str, help: str) -> Histogram:
+        return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
+
+    def watch(self, load: Callable[[], tuple[int, int]]) -> None:
+        """Let two gauges show the sequences in flight and those that wait."""
+        running = Gauge("vllm:num_requests_running", "Sequences in flight.", ["model_name"], registry=self.registry)
+        running.labels(**self._label).set_function(lambda: load()[0])
+        waiting = Gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", ["model_name"], registry=self.registry)
+        waiting.labels(**self._label).set_function(lambda: load()[1])
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(_WithoutTimes(self.registry))
+
+    def seconds_until_free(self, sequences: int, rows: int) -> int:
+        """About how long a new sequence would wait behind so many, in whole seconds from 1 to 60."""
+        return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
+
+    def rejected(self) -> None:
+        """A request was refused because the queue is full."""
+        self.rejections.inc()
+
+    def admitted(self, times: SequenceTimes) -> None:
+        """A sequence has left the queue."""
+        times.admitted = time.monotonic()
+        self.queue_seconds.observe(times.admitted - times.arrived)
+        self.prompt_tokens.inc(times.prompt_tokens)
+        self.queried_tokens.inc(times.prompt_tokens)
+
+    def stepped(self, delta: Delta, times: SequenceTimes) -> None:
+        """A sequence has grown."""
+        now, count = time.monotonic(), len(delta.token_ids)
+        self.generated_tokens.inc(count)
+        if times.first is None:
+            times.first = now
+            self.first_token_seconds.observe(now - times.arrived)
+            self.prefill_seconds.observe(now - (times.admitted or now))
+        elif times.last is not None and count:
+            self.inter_token_seconds.observe((now - times.last) / count)
+        times.last = now
+        for cycle in delta.cycles:
+            self.cycles.labels(**self._label, decision=cycle.plan).inc()
+            self.cycle_tokens.inc(cycle.emitted)
+            if cycle.drafted:
+                self.drafts.inc()
+                self.draft_tokens.inc(cycle.drafted)
+                self.accepted_tokens.inc(cycle.accepted)
+            for position in range(cycle.accepted):
+                self.accepted_by_position.labels(**self._label, position=str(min(position, DEEPEST - 1))).inc()
+        self.recent.add(now, delta)
+        if delta.finish:
+            self.ended(times, delta.finish)
+
+    def ended(self, times: SequenceTimes, reason: str) -> None:
+        """A sequence has ended: "stop", "length", "abort" or "error"."""
+        now = time.monotonic()
+        self.finished.labels(**self._label, finished_reason=reason).inc()
+        if times.first is not None and reason in ("stop", "length"):
+            self.sequence_seconds.observe(now - times.arrived)
+            self.decode_seconds.observe(now - times.first)
+        if times.admitted is not None:
+            self._sequence_seconds += 0.1 * (now - times.admitted - self._sequence_seconds)
+
+
+class _WithoutTimes:
+    """A registry without the samples that say when each counter was made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the registry."""
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric

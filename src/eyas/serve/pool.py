@@ -1,0 +1,80 @@
+"""The Decoders of the engine thread: one for each drafting method and number of rows in use.
+
+Every row of a Decoder costs time in each cycle, also when it is empty: with the embedded model one text in a Decoder of 16 rows is a
+quarter as fast as in one of a single row. So Decoders are opened in several sizes, and a sequence enters the smallest one that has
+room for all that is to be decoded. All of them share the target's and the heads' weights; their caches grow with what they decode.
+
+This module knows no queue and no client.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from eyas.core.engine import Decoder
+from eyas.serve.methods import Methods
+
+__all__ = ["DecoderPool"]
+
+MOST_OPEN = 3  # rows of all Decoders, busy and idle, in multiples of the rows that may be in flight
+GROWTH = 4  # each size of Decoder has so many times the rows of the one before
+
+
+class DecoderPool:
+    """Opens Decoders when they are needed, and closes those that have served longest ago.
+
+    Args:
+        rows: sequences in flight at most, over all Decoders.
+    """
+
+    def __init__(self, methods: Methods, rows: int) -> None:
+        self.methods = methods
+        self.rows = rows
+        self._decoders: dict[tuple[str, int], Decoder] = {}  # by method and rows, the least recently used first
+
+    def busy(self) -> list[Decoder]:
+        """The Decoders that have something to do."""
+        return [decoder for decoder in self._decoders.values() if not decoder.finished]
+
+    def decoder(self, method: str, load: int) -> Decoder:
+        """The Decoder for a new sequence.
+
+        Args:
+            load: sequences in flight and waiting, the new one included.
+        """
+        size = self._size(method, load)
+        decoder = self._decoders.pop((method, size), None) or self._open(method, size)
+        self._decoders[method, size] = decoder
+        return decoder
+
+    def _size(self, method: str, load: int) -> int:
+        """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken if the load fills much of it."""
+        enough = [size for size in sizes(self.rows) if size >= min(load, self.rows) and self._has_room(method, size)]
+        busy = [size for size in enough if size < GROWTH * load and self._is_busy(method, size)]
+        return min(busy or enough)
+
+    def _has_room(self, method: str, size: int) -> bool:
+        decoder = self._decoders.get((method, size))
+        return decoder is None or taken(decoder) < size
+
+    def _is_busy(self, method: str, size: int) -> bool:
+        decoder = self._decoders.get((method, size))
+        return decoder is not None and not decoder.finished
+
+    def _open(self, method: str, size: int) -> Decoder:
+        """A new Decoder; idle ones are closed for it where too many rows are open."""
+        idle = [key for key, decoder in self._decoders.items() if decoder.finished]
+        while idle and sum(rows for _, rows in self._decoders) + size > MOST_OPEN * self.rows:
+            del self._decoders[idle.pop(0)]
+        return Decoder(self.methods.llm.target, self.methods.drafter(method), size, reuse=True)
+
+
+def sizes(rows: int) -> list[int]:
+    """1, 4, 16, ... and the whole number of rows."""
+    smaller = itertools.takewhile(lambda size: size < rows, (GROWTH**i for i in itertools.count()))
+    return [*smaller, rows]
+
+
+def taken(decoder: Decoder) -> int:
+    """Rows that have or will have a request."""
+    return len(decoder.waiting) + sum(row is not None for row in decoder.rows)

@@ -1,0 +1,36 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eyas.serve.protocol.fields import GenerationBody
+
+__all__ = ["ChatBody", "Prediction"]
+
+
+class Prediction(BaseModel):
+    """OpenAI's predicted output: text that the answer probably contains."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class ChatBody(GenerationBody):
+    """A conversation."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prediction: Prediction | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,161 @@
+"""What all bodies that generate text have in common.
+
+A field is known and served, known and refused by name, or unknown. Unknown fields change nothing: the response lists them in a header
+(`x-eyas-ignored-fields`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from eyas.arguments import DEFAULTS
+
+__all__ = ["Body", "GenerationBody", "StreamOptions"]
+
+Texts = list[Annotated[str, Field(min_length=1)]]
+
+# Fields of other servers that are refused unless they have one of the values behind them, which change nothing here.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "background": (None, False),
+    "bad_words": (None, []),
+    "beam_search": (None, False),
+    "best_of": (None, 1),
+    "documents": (None, []),
+    "extra_args": (None, {}),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1.0),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "modalities": (None, ["text"]),
+    "no_repeat_ngram_size": (None, 0),
+    "reasoning_effort": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "store": (None, False),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "truncate_prompt_tokens": (None,),
+    "typical_p": (None, 1.0),
+    "use_beam_search": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+# Fields that name or sort requests and change no answer.
+WITHOUT_EFFECT = frozenset({"metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"})
+
+
+class Body(BaseModel):
+    """A body whose unknown fields are kept apart; values are not converted from other types."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value not in REFUSED[name]:
+                raise ValueError(f"this server does not support {name}: leave it out")
+        return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that change nothing because nobody here knows them."""
+        return sorted(name for name in self.model_extra or {} if name not in REFUSED and name not in WITHOUT_EFFECT)
+
+
+class StreamOptions(BaseModel):
+    """How a stream reports usage."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against readers of encrypted traffic: none is sent
+
+
+class GenerationBody(Body):
+    """Sampling, length and stream of a request."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    # eyas' own
+    speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
+    cycles: bool | None = None  # with stream: every cycle, for the page
+    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, value: Any) -> Any:
+        listed = [value] if isinstance(value, str) else value
+        if listed is not None and not (isinstance(listed, list) and all(isinstance(text, str) and text for text in listed)):
+            raise ValueError("stop must be a string or a list of strings, none of them empty")
+        return listed or None
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _speculation(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not isinstance(value, bool | str) and not (number and value >= 1):
+            raise ValueError('speculation must be false, "auto", a number of draft tokens, or the name of a method')
+        return value
+
+    def keywords(self) -> dict[str, Any]:
+        """The fields that are keywords of `LLM.generate`, those that are given.
+
+        Raises:
+            ValueError: a field that `LLM.generate` does not have.
+        """
+        given: dict[str, Any] = {name: getattr(self, name) for name in KEYWORDS if getattr(self, name) is not None}
+        if given.get("top_k") == -1:  # vLLM's word for all tokens
+            given["top_k"] = 0
+        for name in list(given):
+            if name not in DEFAULTS:
+                if given[name] not in NEUTRAL.get(name, ()):
+                    raise ValueError(f"this server does not support {name}: leave it out")
+                del given[name]
+        return {"temperature": 1.0, **given}
+
+
+KEYWORDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "response_format": ({"type": "text"},),
+}

@@ -1,0 +1,27 @@
+"""The bodies of POST /tokenize and /detokenize, as in vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eyas.serve.protocol.fields import Body
+
+__all__ = ["DetokenizeBody", "TokenizeBody"]
+
+
+class TokenizeBody(Body):
+    """A text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]

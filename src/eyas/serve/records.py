@@ -1,0 +1,96 @@
+"""The internal request, which every dialect is turned into, and the stream that comes back for it.
+
+Job      prompts x samples, with the parameters of `LLM.generate`
+Delta    what one cycle, or the prompt's own pass, adds to one sequence of a job
+Totals   a sequence so far: its Deltas added up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = ["Delta", "Job", "Totals"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client asks for: one sequence for each sample of each prompt."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    keywords: Mapping[str, Any]  # of `LLM.request`
+    n: int = 1
+    method: str | None = None  # a drafting method other than the server's own
+    timeout: float | None = None  # seconds; None: the server's
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one cycle adds to one sequence. Several in a row of one sequence can be joined."""
+
+    index: int  # of the sequence: prompt number x n + sample number
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish: str | None = None  # "stop" | "length" | "error"
+    stop_reason: str | None = None  # the stop string that ended the text
+    cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
+    prefill: bool = False  # holds the first token, which comes from the prompt's own pass
+    error: Exception | None = None
+
+    def joined(self, later: Delta) -> Delta:
+        """This Delta and the next one of the same sequence as one."""
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            cycles=self.cycles + later.cycles,
+            prefill=self.prefill or later.prefill,
+        )
+
+
+@dataclass(frozen=True)
+class CycleFigures:
+    """One cycle of one sequence as numbers."""
+
+    emitted: int  # tokens, the bonus token included
+    accepted: int  # drafted tokens on the accepted path, before cutting
+    drafted: int  # candidate nodes that were verified
+    seconds: float
+    plan: str  # what drafted: `Step.plan`
+
+
+@dataclass
+class Totals:
+    """A sequence so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | None = None
+    cycles: list[CycleFigures] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Add what came next."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish = delta.finish or self.finish
+        self.stop_reason = delta.stop_reason or self.stop_reason
+        self.cycles += delta.cycles
+
+    def speculation(self) -> dict[str, Any]:
+        """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""
+        drafts = [cycle for cycle in self.cycles if cycle.drafted]
+        drafted, accepted = sum(c.drafted for c in drafts), sum(c.accepted for c in drafts)
+        deepest = max((c.accepted for c in drafts), default=-1)
+        return {
+            "mean_acceptance_length": 1 + accepted / len(drafts) if drafts else None,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "acceptance_histogram": [sum(c.accepted == n for c in drafts) for n in range(deepest + 1)],
+            "num_spec_steps": len(drafts),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": max((c.drafted for c in drafts), default=0),
+            "per_step_accepted": [c.accepted for c in drafts],
+            "per_step_drafted": [c.drafted for c in drafts],
+        }

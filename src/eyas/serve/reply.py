@@ -1,0 +1,112 @@
+"""From the stream of a job to what a client reads: one response, or chunks. Each dialect says how a choice looks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from eyas.serve.answers import Answer, Silence
+from eyas.serve.protocol.fields import GenerationBody, StreamOptions
+from eyas.serve.records import Delta, Job, Totals
+from eyas.serve.service import Service
+from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
+
+__all__ = ["Dialect", "reply", "usage_of"]
+
+
+@dataclass
+class Dialect(ABC):
+    """How one endpoint words its response."""
+
+    job: Job
+    model: str
+    identity: str  # the request's id
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    prefix = ""  # of the response's id
+    object = ""
+    chunk_object = ""
+
+    @abstractmethod
+    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+        """A choice of the whole response."""
+
+    @abstractmethod
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        """What a Delta adds, as choices of a chunk each; none: nothing to be seen yet."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The choices of chunks that come before anything is generated."""
+        return []
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a response and a chunk have in common."""
+        head = {"id": f"{self.prefix}-{self.identity}", "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices}
+
+
+async def reply(service: Service, request: Request, body: GenerationBody, dialect: Dialect) -> Response:
+    """Submit the dialect's job and answer with what comes of it."""
+    answer = await service.submit(dialect.job)
+    headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}
+    if body.stream:
+        events = _chunks(dialect, answer, body.stream_options or StreamOptions(), service.settings.keep_alive)
+        return EventStream(events, answer.close, headers=headers)
+    try:
+        totals = await unless_gone(request, _collected(answer))
+    finally:
+        answer.close()
+    response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
+    return JSONResponse({**response, **_figures(dialect.job, totals)}, headers=headers)
+
+
+async def _collected(answer: Answer) -> list[Totals]:
+    """The sequences of a job, whole."""
+    totals = [Totals() for _ in range(answer.count)]
+    async for delta in answer.deltas():
+        assert isinstance(delta, Delta)
+        totals[delta.index].add(delta)
+    return totals
+
+
+async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep_alive: float) -> AsyncIterator[bytes]:
+    """The events of a streamed response, but for the one that ends it."""
+    totals = [Totals() for _ in range(answer.count)]
+
+    def chunk(choice: dict[str, Any]) -> bytes:
+        made = dialect.envelope(dialect.chunk_object, [choice])
+        if options.continuous_usage_stats:
+            made["usage"] = usage_of(dialect.job, totals)
+        elif options.include_usage:
+            made["usage"] = None
+        return event(made)
+
+    for choice in dialect.opening():
+        yield chunk(choice)
+    async for delta in answer.deltas(keep_alive):
+        if isinstance(delta, Silence):
+            yield KEEP_ALIVE
+            continue
+        totals[delta.index].add(delta)
+        for choice in dialect.chunk_choices(delta):
+            yield chunk(choice)
+    if options.include_usage:
+        yield event({**dialect.envelope(dialect.chunk_object, []), **_figures(dialect.job, totals)})
+
+
+def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
+    """Token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
+    prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:
+    """Usage, and acceptance where there is a single sequence."""
+    drafts = totals[0].speculation() if len(totals) == 1 else None
+    return {"usage": usage_of(job, totals), "metrics": {"speculative_decoding": drafts}}

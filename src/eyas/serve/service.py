@@ -1,0 +1,96 @@
+"""What every endpoint that generates text needs: the model's name, prompts as token ids, jobs for the engine.
+
+Tokenizing and checking a request may take long, so it is done in one worker thread beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from eyas.api import LLM
+from eyas.arguments import DEFAULTS
+from eyas.errors import OptionError
+from eyas.serve.answers import Answer
+from eyas.serve.engine import Engine
+from eyas.serve.errors import ApiError
+from eyas.serve.methods import PLAIN
+from eyas.serve.metrics import Metrics
+from eyas.serve.protocol.fields import GenerationBody
+from eyas.serve.records import Job
+from eyas.serve.settings import Settings
+from eyas.text import encode, render
+
+__all__ = ["Service"]
+
+T = TypeVar("T")
+
+
+class Service:
+    """The engine with its tokenizer, its limits and its counters."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.metrics = Metrics(settings.name)
+        self.engine = Engine(llm, settings, self.metrics)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
+
+    def start(self) -> None:
+        """Begin to serve; called in the event loop."""
+        self.engine.start()
+
+    def stop(self) -> None:
+        """Give up everything and end the threads."""
+        self.engine.stop()
+        self._worker.shutdown()
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError for the name of another model than the one that is served."""
+        if name not in (None, self.settings.name):
+            raise ApiError(
+                404, f"there is no model {name!r} here; this server has {self.settings.name!r}", param="model", code="model_not_found"
+            )
+
+    async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a function that runs in the worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """A prompt as token ids; those of a text as its tokenizer makes them, without a chat template."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        return tuple(encode(self.tokenizer, prompt))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[int, ...]:
+        """A conversation as token ids, by the tokenizer's chat template."""
+        return tuple(render(self.tokenizer, messages, **template))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; ApiError without one."""
+        if self.llm.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: give token ids to /v1/completions", param="prompt")
+        return self.llm.tokenizer
+
+    async def submit(self, job: Job) -> Answer:
+        """Check a job and queue it."""
+        self.engine.check_open()
+        prepared = await self.in_worker(self.engine.prepare, job)
+        return self.engine.submit(job, prepared)
+
+
+def speculation(body: GenerationBody) -> tuple[str | None, dict[str, Any]]:
+    """(drafting method, keywords of `LLM.request`) that the field `speculation` asks for."""
+    asked = body.speculation
+    if asked in (None, "auto") or asked is True:
+        return None, {}
+    if "draft" not in DEFAULTS:
+        if isinstance(asked, int) and asked is not False:
+            raise OptionError("this server does not support a number of draft tokens yet: speculation is false, auto or a method")
+        return (PLAIN if asked in (False, "off") else str(asked)), {}
+    if asked in (False, "off"):
+        return None, {"draft": "off"}
+    return (None, {"draft": asked}) if isinstance(asked, int) else (str(asked), {})

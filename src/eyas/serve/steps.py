@@ -1,0 +1,53 @@
+"""From the Steps of a Decoder to the Deltas of a job: text, tokens and figures, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eyas.api import TextReader
+from eyas.core.engine import Step
+from eyas.core.tree import Draft
+from eyas.serve.records import CycleFigures, Delta
+
+__all__ = ["DeltaMaker", "drafted_nodes"]
+
+
+class DeltaMaker:
+    """Turns the Steps of one sequence into Deltas, in order.
+
+    Args:
+        index: of the sequence in its job.
+    """
+
+    def __init__(self, index: int, reader: TextReader) -> None:
+        self.index = index
+        self.reader = reader
+
+    def make(self, step: Step, drafted: int) -> Delta:
+        """The Delta of one Step, in whose cycle so many nodes were drafted for this row."""
+        return Delta(
+            self.index,
+            text=self.reader.take(final=step.finish is not None),
+            token_ids=step.tokens,
+            finish=step.finish,
+            stop_reason=self.reader.stop_string,
+            cycles=() if step.prefill else (figures(step, drafted),),
+            prefill=step.prefill,
+        )
+
+
+def figures(step: Step, drafted: int) -> CycleFigures:
+    """The numbers of one cycle."""
+    return CycleFigures(len(step.tokens), max(0, len(step.path) - 1), drafted, step.seconds, step.plan)
+
+
+def drafted_nodes(steps: Sequence[Step]) -> list[int]:
+    """For each Step the nodes, the root excluded, that its cycle's draft had for its row. Each draft is read once."""
+    counts: dict[int, list[int]] = {}
+
+    def counted(draft: Draft) -> list[int]:
+        if id(draft) not in counts:
+            counts[id(draft)] = (draft.tree.candidate_BN.sum(1) - 1).tolist()
+        return counts[id(draft)]
+
+    return [0 if step.draft is None else counted(step.draft)[step.row] for step in steps]

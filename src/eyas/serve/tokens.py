@@ -1,0 +1,42 @@
+"""POST /tokenize and /detokenize, as in vLLM: lm-eval finds them by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eyas.serve.errors import ApiError
+from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
+from eyas.serve.service import Service
+
+__all__ = ["detokenize", "tokenize"]
+
+
+async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    """The token ids of a text or a conversation."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either a prompt or messages", param="prompt")
+    tokens = await service.in_worker(_tokens, service, body)
+    strings = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": service.settings.max_model_len, "tokens": tokens, "token_strs": strings}
+
+
+async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
+    """The text of token ids, special tokens included."""
+    service.check_model(body.model)
+    vocab = service.llm.target.vocab_size
+    if outside := [token for token in body.tokens if not 0 <= token < vocab]:
+        raise ApiError(400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens")
+    return {"prompt": await service.in_worker(_text, service, body.tokens)}
+
+
+def _tokens(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return list(service.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False))
+    assert body.prompt is not None
+    special = body.add_special_tokens is not False
+    return list(service.tokenizer(body.prompt, add_special_tokens=special, verbose=False)["input_ids"]) if body.prompt else []
+
+
+def _text(service: Service, tokens: list[int]) -> str:
+    return str(service.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

@@ -143,7 +143,7 @@ def without(packages: set[str], *arguments: object) -> subprocess.CompletedProce
 
 def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
     """matplotlib and scipy are for `eyas bench` only; rich-click was needed for every command."""
-    extras = {"matplotlib", "scipy", "rich_click", "click_rich_help", "tensorboard", "wandb"}
+    extras = {"matplotlib", "scipy", "rich_click", "click_rich_help", "tensorboard", "wandb", "fastapi", "uvicorn", "prometheus_client"}
     generated = without(extras, "generate", "--target", world / "llama", "hi", "--max-new-tokens", 3)
     assert generated.returncode == 0, generated.stderr
     for arguments in (("--help",), ("methods", "--json"), ("generate", "--help-all"), ("train", "--help")):

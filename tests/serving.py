@@ -1,0 +1,79 @@
+"""Servers of tests: the application in a thread of this process, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import uvicorn
+
+import eyas
+from eyas.serve.app import make_app
+from eyas.serve.server import Server
+from eyas.serve.service import Service
+from eyas.serve.settings import Settings
+
+TREE = {"nodes": 6, "depth": 3, "branch": 2}  # drafts in every cycle, at little cost
+PROMPTS = (
+    "I want to book a table for two in San Jose tonight.",
+    "I would like to see a movie tonight.",
+    "Can you tell me what the weather is like?",
+    "Tell me a story about a hat.",
+)
+
+
+def small_llm(**options: Any) -> eyas.LLM:
+    """The embedded model with a fixed tree: no policy, so that every run does the same work."""
+    return eyas.load(**{"tree": TREE, **options})
+
+
+class Running:
+    """A server with its clients."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service = service
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def v1(self) -> str:
+        """The base URL for clients of OpenAI."""
+        return f"{self.url}/v1"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's client; it does not try again unless told."""
+        return openai.OpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        """The same for asyncio."""
+        return openai.AsyncOpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+
+    def wait_until_idle(self) -> None:
+        """Wait until no sequence is left."""
+        while not self.service.engine.idle:
+            time.sleep(0.005)
+
+
+@contextmanager
+def running(llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ...] = (), **settings: Any) -> Iterator[Running]:
+    """A server of this model."""
+    service = Service(llm, Settings(**{"name": "tiny", "max_tokens": 512, **settings}))
+    config = uvicorn.Config(make_app(service, keys, origins), access_log=False, log_config=None, timeout_graceful_shutdown=1)
+    server = Server(config, service, drain_seconds=30)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the server has not started"
+                time.sleep(0.005)
+            yield Running(service, listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()

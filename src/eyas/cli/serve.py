@@ -44,6 +44,8 @@ class ServeOptions:
     """Sequences that are decoded together."""
     queue: Annotated[NonNegativeInt, "Limits", "N"] = 256
     """Sequences that may wait; a request beyond them gets status 429."""
+    prefill_budget: Annotated[PositiveInt, "Limits", "TOKENS"] = 256
+    """Prompt tokens that are read between two cycles: a long prompt then does not hold up other answers."""
     max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
     """Tokens of a prompt and its answer. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
@@ -82,6 +84,7 @@ def settings_of(options: ServeOptions, llm: LLM) -> Settings:
         name,
         rows=options.rows,
         queue=options.queue,
+        prefill_budget=options.prefill_budget,
         max_model_len=context,
         max_tokens=min(options.max_tokens, context),
         timeout=options.timeout,

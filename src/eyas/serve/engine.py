@@ -65,7 +65,7 @@ class Engine:
         self.methods = Methods(llm)
         self.error: BaseException | None = None
         self.draining = False
-        self._pool = DecoderPool(self.methods, settings.rows)
+        self._pool = DecoderPool(self.methods, settings.rows, settings.prefill_budget)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._flying: dict[tuple[Decoder, int], Sequence] = {}
@@ -214,10 +214,11 @@ class Engine:
         """Waiting sequences enter Decoders, first come, first served."""
         while self._waiting and len(self._flying) < self.settings.rows:
             sequence = self._waiting.popleft()
-            decoder = self._pool.decoder(sequence.method, load=len(self._flying) + len(self._waiting) + 1)
+            decoder = self._pool.take(sequence.method, load=len(self._flying) + len(self._waiting) + 1)
             try:
                 sequence.ticket = decoder.add(sequence.request)
             except EyasError as error:
+                self._pool.release(decoder)
                 self._end([sequence], error)
                 continue
             sequence.decoder = decoder
@@ -249,6 +250,7 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         if sequence.decoder is not None:
             del self._flying[sequence.decoder, sequence.ticket]
+            self._pool.release(sequence.decoder)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         with self._lock:

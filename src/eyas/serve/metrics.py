@@ -109,6 +109,7 @@ class Metrics:
         """A sequence has grown."""
         now, count = time.monotonic(), len(delta.token_ids)
         self.generated_tokens.inc(count)
+        self.cached_tokens.inc(delta.cached_tokens)
         if times.first is None:
             times.first = now
             self.first_token_seconds.observe(now - times.arrived)

@@ -10,6 +10,7 @@ This module knows no queue and no client.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from eyas.core.engine import Decoder
 from eyas.serve.methods import Methods
@@ -25,19 +26,22 @@ class DecoderPool:
 
     Args:
         rows: sequences in flight at most, over all Decoders.
+        prefill_budget: prompt tokens that one step of a Decoder reads at most.
     """
 
-    def __init__(self, methods: Methods, rows: int) -> None:
+    def __init__(self, methods: Methods, rows: int, prefill_budget: int) -> None:
         self.methods = methods
         self.rows = rows
+        self.prefill_budget = prefill_budget
         self._decoders: dict[tuple[str, int], Decoder] = {}  # by method and rows, the least recently used first
+        self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
         """The Decoders that have something to do."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
-    def decoder(self, method: str, load: int) -> Decoder:
-        """The Decoder for a new sequence.
+    def take(self, method: str, load: int) -> Decoder:
+        """A Decoder with a row for a new sequence; `release` gives the row back.
 
         Args:
             load: sequences in flight and waiting, the new one included.
@@ -45,7 +49,12 @@ class DecoderPool:
         size = self._size(method, load)
         decoder = self._decoders.pop((method, size), None) or self._open(method, size)
         self._decoders[method, size] = decoder
+        self._taken[decoder] += 1
         return decoder
+
+    def release(self, decoder: Decoder) -> None:
+        """A sequence has left the Decoder."""
+        self._taken[decoder] -= 1
 
     def _size(self, method: str, load: int) -> int:
         """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken if the load fills much of it."""
@@ -55,26 +64,21 @@ class DecoderPool:
 
     def _has_room(self, method: str, size: int) -> bool:
         decoder = self._decoders.get((method, size))
-        return decoder is None or taken(decoder) < size
+        return decoder is None or self._taken[decoder] < size
 
     def _is_busy(self, method: str, size: int) -> bool:
         decoder = self._decoders.get((method, size))
-        return decoder is not None and not decoder.finished
+        return decoder is not None and self._taken[decoder] > 0
 
     def _open(self, method: str, size: int) -> Decoder:
         """A new Decoder; idle ones are closed for it where too many rows are open."""
-        idle = [key for key, decoder in self._decoders.items() if decoder.finished]
+        idle = [key for key, decoder in self._decoders.items() if not self._taken[decoder]]
         while idle and sum(rows for _, rows in self._decoders) + size > MOST_OPEN * self.rows:
-            del self._decoders[idle.pop(0)]
-        return Decoder(self.methods.llm.target, self.methods.drafter(method), size, reuse=True)
+            del self._taken[self._decoders.pop(idle.pop(0))]
+        return Decoder(self.methods.llm.target, self.methods.drafter(method), size, reuse=True, prefill_budget=self.prefill_budget)
 
 
 def sizes(rows: int) -> list[int]:
     """1, 4, 16, ... and the whole number of rows."""
     smaller = itertools.takewhile(lambda size: size < rows, (GROWTH**i for i in itertools.count()))
     return [*smaller, rows]
-
-
-def taken(decoder: Decoder) -> int:
-    """Rows that have or will have a request."""
-    return len(decoder.waiting) + sum(row is not None for row in decoder.rows)

@@ -36,6 +36,7 @@ class Delta:
     stop_reason: str | None = None  # the stop string that ended the text
     cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
     prefill: bool = False  # holds the first token, which comes from the prompt's own pass
+    cached_tokens: int = 0  # with the first token: prompt tokens that were not read again
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
@@ -46,6 +47,7 @@ class Delta:
             token_ids=self.token_ids + later.token_ids,
             cycles=self.cycles + later.cycles,
             prefill=self.prefill or later.prefill,
+            cached_tokens=self.cached_tokens + later.cached_tokens,
         )
 
 
@@ -69,6 +71,7 @@ class Totals:
     finish: str | None = None
     stop_reason: str | None = None
     cycles: list[CycleFigures] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
         """Add what came next."""
@@ -77,6 +80,7 @@ class Totals:
         self.finish = delta.finish or self.finish
         self.stop_reason = delta.stop_reason or self.stop_reason
         self.cycles += delta.cycles
+        self.cached_tokens += delta.cached_tokens
 
     def speculation(self) -> dict[str, Any]:
         """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""

@@ -103,7 +103,12 @@ async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep
 def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
     """Token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(t.cached_tokens for t in totals[:: job.n])},
+    }
 
 
 def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:

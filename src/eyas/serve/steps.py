@@ -33,6 +33,8 @@ class DeltaMaker:
             stop_reason=self.reader.stop_string,
             cycles=() if step.prefill else (figures(step, drafted),),
             prefill=step.prefill,
+            cached_tokens=step.cached_tokens,
+            error=step.error,
         )
 
 

@@ -306,3 +306,32 @@ def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[s
 
     assert exit_status(command) == 130
     assert capsys.readouterr().err == "eyas: interrupted\n"
+
+
+# --- what is installed -------------------------------------------------------------------------------------------------------------------
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.mark.slow
+def test_without_the_library_of_the_command_line() -> None:
+    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages that only the command line or
+    pictures need, and `python -m eyas` says in a line which one it lacks."""
+    missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
+    start = WITHOUT.format(missing=missing)
+    command = "import eyas, eyas.api, eyas.bench.run, eyas.bench.simulate, eyas.bench.cost, eyas.bench.machine, eyas.bench.profile"
+    done = processes.run([sys.executable, "-c", start + command])
+    assert (done.returncode, done.stderr) == (0, "")
+    done = processes.run([sys.executable, "-c", start + "from eyas.cli import main; sys.argv[1:] = ['doctor']; main()"])
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("eyas: error: the command line needs the package cyclopts: pip install cyclopts")

@@ -18,6 +18,7 @@ import zoo
 from eyas import drafters, kernels
 from eyas.adaptive.dormant import Decision, Policy, adapted
 from eyas.bench.simulate import simulated
+from eyas.core.cache import ALIGNED, KVCache
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
@@ -67,6 +68,21 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
     assert isinstance(decoder.cycle, CycleReplay)
     assert {key[0] for key in decoder.cycle.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
+
+
+@pytest.mark.parametrize("name", ["vanilla", "eagle3", "seagle", "small_model"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_aligned_widths_are_lossless(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the widths of a GPU, multiples of 64: masks, keys and the slots that are reserved agree, with recordings and without."""
+    monkeypatch.setattr(KVCache, "aligned", lambda cache, width: -(-width // ALIGNED) * ALIGNED)
+    model = zoo.FAMILIES["llama"]()
+    target = Target(model)
+    drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)) if graphs else target)
+    requests = [Request(prompt(n), 12, Sampling(seed=n)) for n in (7, BUCKET - 5)]
+    decoder = Decoder(drafter.target, drafter, 2)
+    tokens, _ = run(decoder, requests)
+    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+    assert decoder.target.cache.width % ALIGNED == 0
 
 
 def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:

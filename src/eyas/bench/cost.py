@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,14 +61,31 @@ def need(target: Target, nodes: float, context: float) -> Need:
 def bandwidth(device: torch.device) -> float | None:
     """Bytes per second that this device reads from memory, all threads together: the best of some sums over much more than its caches.
 
-    None where the memory is too full to measure it.
+    The numbers are random: hardware can be faster on ones. None where the memory is too full to measure it.
     """
-    try:
-        numbers = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
-    except RuntimeError:  # out of memory
-        return None
-    best = min(seconds_of(lambda: numbers.sum(), device) for _ in range(REPEATS))
-    return numbers.numel() * numbers.element_size() / best
+    for size in (2**31, 2**29, 2**28) if device.type == "cuda" else (2**26,):
+        try:
+            numbers = torch.empty(size, device=device).uniform_()
+            best = min(_device_seconds(lambda: numbers.sum(), device) for _ in range(REPEATS))  # noqa: B023 - called at once
+        except RuntimeError:  # out of memory
+            continue
+        return numbers.numel() * numbers.element_size() / best
+    return None
+
+
+def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that the work takes on the device: on a GPU between two events, so that its launch by the host does not count."""
+    if device.type != "cuda":
+        return seconds_of(work, device)
+    with torch.cuda.device(device):
+        begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def flop_rate(target: Target) -> float | None:
@@ -79,10 +97,10 @@ def flop_rate(target: Target) -> float | None:
     device = target.device
     size, rows = 8192 if device.type == "cuda" else 1024, 128
     try:
-        matrix = torch.ones(size, size, device=device, dtype=target.dtype)
-        rate = 2 * size**3 / min(seconds_of(lambda: matrix @ matrix, device) for _ in range(REPEATS))
+        matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
+        rate = 2 * size**3 / min(_device_seconds(lambda: matrix @ matrix, device) for _ in range(REPEATS))
         if device.type == "cpu":  # by the runner's own head, which may be faster than torch
-            hidden_MD = torch.ones(rows, target.hidden_size)
+            hidden_MD = torch.randn(rows, target.hidden_size)
             best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
             rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
     except RuntimeError:

@@ -56,17 +56,22 @@ class _Simulated:
 
     def __init__(self, rates: tuple[float, ...], seed: int) -> None:
         self.rates, self.seed = rates, seed
+        self._rates_P: dict[tuple[torch.device, int], Tensor] = {}  # by device and depth: a recorded cycle makes no tensor of host values
+
+    def _rates(self, depth: int, device: torch.device) -> Tensor:
+        """float64 [depth]: the rate of each depth from 1 on."""
+        if (device, depth) not in self._rates_P:
+            rates = [self.rates[min(d, len(self.rates) - 1)] for d in range(depth)]
+            self._rates_P[device, depth] = torch.tensor(rates, dtype=torch.float64, device=device)
+        return self._rates_P[device, depth]
 
     def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
         broken_B = verify(draft, scores_BNV, position_B, noise, ops).broken_B  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
         uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
-        accepted_B, goes_on_B = torch.zeros_like(position_B), torch.ones_like(noise.greedy_B)
-        for d in range(P - 1):
-            rate_B = torch.full((B,), self.rates[min(d, len(self.rates) - 1)], dtype=torch.float64, device=device)
-            goes_on_B = goes_on_B & uniform.accepts(rate_B, key_B, d)
-            accepted_B = accepted_B + goes_on_B
+        passes_BD = uniform.accepts(self._rates(P - 1, device), key_B, torch.arange(P - 1, device=device))
+        accepted_B = passes_BD.long().cumprod(1).sum(1)
         deepest_B1 = torch.where(tree.candidate_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
         on_path_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
         on_path_BN = on_path_BN & (tree.depth_BN <= accepted_B[:, None])

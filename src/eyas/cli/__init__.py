@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from eyas.cli._errors import exit_status, replace_closed_streams
+from eyas.errors import EyasError
 
 __all__ = ["main", "run"]
 
@@ -28,8 +29,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run `eyas` with these arguments and return the exit status. A fault of ours escapes."""
 
     def dispatch() -> int:
-        from eyas.cli._app import dispatch
-
+        try:
+            from eyas.cli._app import dispatch
+        except ModuleNotFoundError as error:
+            if error.name != "cyclopts":
+                raise
+            raise EyasError("the command line needs the package cyclopts: pip install cyclopts (`import eyas` works without it)") from error
         return dispatch(arguments)
 
     return exit_status(dispatch)

@@ -31,6 +31,7 @@ Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
+ALIGNED = 64  # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
 
 
 def layout_of(cache: DynamicCache) -> Layout:
@@ -131,10 +132,15 @@ class KVCache(Cache):
             span: the rows.
             slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch stores the nodes; kernels compute the
                 slots themselves.
-            width: the forward attends to slots below this.
+            width: the forward attends to slots below this, or below a somewhat larger number: see `width`.
         """
+        width = self.aligned(width)
         self.reserve(width)
         self._span, self._slots_of, self._where, self._width = span, slot_RN, None, width
+
+    def aligned(self, width: int) -> int:
+        """The width of a forward that attends to slots below `width`: on a GPU the next multiple of ALIGNED."""
+        return -(-width // ALIGNED) * ALIGNED if self.device.type == "cuda" else width
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Store keys and values [R, H, N, width]; returns those of all slots below the forward's width. Called by attention layers."""

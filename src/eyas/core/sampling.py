@@ -215,7 +215,10 @@ class GumbelNoise:
         noise_BNV = -torch.log(-torch.log(self._uniform(stream, position_BN, tokens_V)))
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
-    def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = ACCEPT) -> Tensor:
-        """bool [B]: which acceptance tests pass, True with probability `chance_B`, by the uniform numbers of (stream, position, index)."""
-        index_1 = torch.full((1,), index, device=position_B.device)
-        return self._uniform(stream, position_B[:, None], index_1)[:, 0, 0] < chance_B
+    def accepts(self, chance: Tensor, position_B: Tensor, index: int | Tensor, stream: int = ACCEPT) -> Tensor:
+        """bool [B], or [B, K] for indices int64 [K]: which acceptance tests pass, True with probability `chance`, by the uniform numbers
+        of (stream, position, index).
+        """
+        index_K = torch.full((1,), index, device=position_B.device) if isinstance(index, int) else index
+        uniform_BK = self._uniform(stream, position_B[:, None], index_K)[:, 0]
+        return (uniform_BK[:, 0] if isinstance(index, int) else uniform_BK) < chance

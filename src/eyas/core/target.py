@@ -335,7 +335,8 @@ class TargetSession:
         # Nodes past the context are never emitted, but the model needs a valid position for them.
         position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
         work = ForwardInput(
-            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, width, self.feature_layers, last_only
+            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, self.cache.width, self.feature_layers,
+            last_only,
         )  # fmt: skip
         return target.run(work)
 

@@ -212,7 +212,7 @@ class Method(EagleMethod):
         """A head with a layer of the target's own sizes; `shape` replaces some of them."""
         layer, options = target_layer_shape(target, **shape), options or cls.Options()
         cls.check_window(options.window)
-        with seeded(seed):
+        with seeded(seed, target.device):
             net = Net(layer, inputs=options.head.inputs)
             init_matrices(net)
         return cls(target, options, placed(net, target), layer)

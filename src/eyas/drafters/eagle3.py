@@ -180,14 +180,26 @@ class Method(DynamicEagle):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any) -> Self:
-        """A head with a layer of the target's own sizes; `shape` replaces some of them."""
-        options, layer = options or cls.Options(), target_layer_shape(target, **shape)
+        """A head with a layer of the target's own sizes; `shape` replaces some of them.
+
+        It drafts as many tokens as published heads do, spread over the vocabulary; `draft_ids_v` or the options may say others.
+        """
+        options = options or cls.Options()
+        size = options.head.draft_vocab or MAX_DRAFT_VOCABULARY
+        if draft_ids_v is None and size < target.vocab_size:
+            draft_ids_v = torch.arange(size) * target.vocab_size // size
+        return cls._new(target, options, seed, draft_ids_v, **shape)
+
+    @classmethod
+    def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+        """A head with random weights over these tokens; None: over the whole vocabulary."""
+        layer = target_layer_shape(target, **shape)
         cls.check_window(options.window)
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         new = options.head
         plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output)
-        with seeded(seed):
+        with seeded(seed, target.device):
             net = Net(layer, plan)
             init_matrices(net)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
@@ -202,7 +214,7 @@ class Method(DynamicEagle):
         """
         options = options or cls.Options()
         ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
-        method = cls.random(target, options, seed, ids_v)
+        method = cls._new(target, options, seed, ids_v)
         net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
         with torch.no_grad():
             net.fc.weight.zero_()

@@ -213,7 +213,7 @@ class Method(EagleMethod):
         """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of them."""
         options, layer = options or cls.Options(), target_layer_shape(target, **shape)
         new = options.head
-        with seeded(seed):
+        with seeded(seed, target.device):
             net = Net(target.hidden_size, target.vocab_size, new.count, new.blocks, layer if new.arch == "prefix-mlp" else None)
             init_matrices(net)
         return cls(target, options, placed(net, target), layer)

@@ -189,7 +189,7 @@ class Method(Drafter):
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         options = options or cls.Options()
         new = options.head
-        with seeded(seed):
+        with seeded(seed, target.device):
             net = Net(target.hidden_size, target.vocab_size if new.output == "own" else None, new.count, new.blocks)
             for weight in net.parameters():
                 nn.init.normal_(weight, std=target.hidden_size**-0.5)

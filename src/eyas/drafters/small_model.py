@@ -438,7 +438,7 @@ def _small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
         "initializer_range": 0.6 * shape.width**-0.5,
         **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")},
     }
-    with seeded(seed):
+    with seeded(seed, target.device):
         model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
     net: PreTrainedModel = placed(model, target)
     return net

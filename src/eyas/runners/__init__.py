@@ -67,6 +67,7 @@ def prepared(
     if draft_weights == "fp8" and not _multiplies_fp8(target.device):
         least = ".".join(map(str, FP8_CAPABILITY))
         raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
+    _without_cudnn_attention(target.device)
     made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.run.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
@@ -118,6 +119,17 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
         return target.run_with(GraphRunner(target, fused=fused))
     log.info("layers are compiled at their first passes: a minute or so, once; torch keeps what it makes on disk")
     return target.run_with(GraphRunner(target, compiled=CompiledLayers(target.family.layers), fused=fused))
+
+
+def _without_cudnn_attention(device: torch.device) -> None:
+    """Switch torch's cuDNN attention off, for this process, where a target lies on a GPU.
+
+    It makes a plan for every new shape, and the shapes of growing texts are always new; and with fewer than 8 key-value heads cuDNN 9.19
+    has returned wrong numbers (pytorch issue 193893, on another generation of GPUs). Other backends of attention stay.
+    """
+    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        log.debug("attention by cuDNN is off in this process")
 
 
 def _multiplies_fp8(device: torch.device) -> bool:

@@ -40,7 +40,6 @@ __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "
 
 LARGEST = 128  # new nodes of a forward that is recorded
 MOST = 48  # graphs that are kept; the least recently used one is dropped
-ALIGNED = 64  # slots; widths inside recorded cycles are multiples of this, as attention kernels require of masks
 
 T = TypeVar("T")
 
@@ -243,7 +242,7 @@ class GraphRunner:
         if work.last_only or Q > LARGEST:
             return self.model_runner(work) if self.fused is None else self.fused(work)
         if self._within_cycle:
-            return self._run(replace(work, width=-(-work.width // ALIGNED) * ALIGNED))
+            return self._run(work)
         width = -(-work.width // BUCKET) * BUCKET
         work.cache.reserve(width)
         key = (R, Q, T, width, work.span.start, work.feature_layers, work.cache.addresses)

@@ -229,7 +229,11 @@ MUTATIONS = (
     mutation(
         "raw logits for the first token",
         ids("vanilla"),
-        rewrite("core.engine:Decoder._admit", "node_scores(LOGITS, ...)", "LOGITS.float()"),
+        rewrite(
+            "core.rows:prompt_end",
+            "RowSettings.of([ROW], TARGET)",
+            "__import__('dataclasses').replace(RowSettings.of([ROW], TARGET), sampling=(Sampling(1.0),))",
+        ),
         words=OTHER_IDS,
     ),
     # what rejection leaves of p and q

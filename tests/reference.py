@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.requests import check_steps
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
@@ -39,7 +40,7 @@ def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], lis
     """All requests through one decoder; new tokens in the order of the requests, and every step."""
     tickets, tokens, steps = [decoder.add(r) for r in requests], {}, []
     while not decoder.finished:
-        for step in decoder.step():
+        for step in check_steps(decoder.step()):
             tokens.setdefault(step.request, []).extend(step.tokens)
             steps.append(step)
     return [tokens[t] for t in tickets], steps

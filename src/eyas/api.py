@@ -38,6 +38,7 @@ from eyas.arguments import (
 from eyas.core.drafter import Drafter, build_options, flags, method_name
 from eyas.core.engine import Decoder, Request, Step, keeps_well
 from eyas.core.pretrained import check_config, read_tokenizer
+from eyas.core.requests import check_steps
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
@@ -420,7 +421,7 @@ class LLM:
         decoder, keep = self._take_decoder(max(1, min(rows, len(answers))))
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
-            for step in decoder.step():
+            for step in check_steps(decoder.step()):
                 i = index[step.request]
                 answers[i].add(step)
                 if step.finish:
@@ -602,7 +603,7 @@ class Stream(Iterator[Piece]):
 
     def _step(self) -> None:
         try:
-            steps = self._decoder.step()
+            steps = check_steps(self._decoder.step())
         except BaseException:
             self._open = False
             self._decoder.cancel(self._ticket)

@@ -193,5 +193,6 @@ def test_nan_names_the_layer() -> None:
     target = Target(model)
     decoder = Decoder(target, drafters.find("vanilla")(target))
     decoder.add(Request(PROMPT, 5))
-    with pytest.raises(ModelError, match="NaN \\(after layer 2\\)"):
-        decoder.step()
+    (step,) = decoder.step()
+    assert (type(step.error), step.finish) == (ModelError, "error")
+    assert "NaN (after layer 2)" in str(step.error)

@@ -36,6 +36,7 @@ from torch import Tensor
 from eyas.adaptive.dormant import AdaptiveDrafter, Decision, Policy
 from eyas.core.drafter import method_name
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.requests import check_steps
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
@@ -255,7 +256,7 @@ def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], l
     plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
     while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < BUDGET):
-        for step in decoder.step():
+        for step in check_steps(decoder.step()):
             if not step.prefill:
                 (plain if step.plan == "plain" else drafted).append(step)
     return plain[1:] or plain, drafted[1:] or drafted

@@ -220,11 +220,18 @@ class DormantSession(DraftSession):
                 self._catch_up(row)
 
     def end(self, row: int) -> None:
+        self._forget(row)
+        self.session.end(row)
+
+    def clear(self, row: int) -> None:
+        self._forget(row)
+        self.session.clear(row)
+
+    def _forget(self, row: int) -> None:
         self.missed[row] = None
         self.active_rows.discard(row)
         if self.fallback is not None:
             self.fallback.session.end(row)
-        self.session.end(row)
 
     def _catch_up(self, row: int) -> None:
         """The session reads the stored tokens of the row."""

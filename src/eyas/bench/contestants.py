@@ -23,6 +23,7 @@ from eyas.adaptive.dormant import Policy, adapted
 from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
 from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, keeps_well
+from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
@@ -110,7 +111,7 @@ class Drafting(Contestant):
             decoder = Decoder(self.drafter.target, adapted(self.drafter, self.policy), verify=self.verify, watch=watch, timer=timer)
         decoder.add(request)
         while not decoder.finished:
-            for step in decoder.step():
+            for step in check_steps(decoder.step()):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.requests import check_steps
 from eyas.drafters import Drafter
 
 __all__ = ["Line", "Node", "deepest_cycle", "draw", "tree_lines", "tree_nodes"]
@@ -69,6 +70,6 @@ def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step 
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:
-        steps += [step for step in decoder.step() if not step.prefill]
+        steps += [step for step in check_steps(decoder.step()) if not step.prefill]
     drafted = [s for s in steps if s.draft is not None and s.draft.tree.nodes > 1]
     return max(drafted, key=lambda step: step.accepted, default=None)

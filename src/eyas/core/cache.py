@@ -125,6 +125,11 @@ class KVCache(Cache):
             self._stores[heads, width] = store
         self.slots = size
 
+    def clear(self, row: int) -> None:
+        """Set everything that the row holds to zero: NaN would spread from slots that a mask hides, as 0 x NaN is NaN."""
+        for store in self._stores.values():
+            store[:, row] = 0
+
     def at(self, span: slice, slot_RN: Callable[[], Tensor], width: int) -> None:
         """Set rows and slots of the next forward.
 

@@ -5,7 +5,7 @@ The engine (core/engine.py) reads the result on the host and emits the tokens. T
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.ops import Ops
-from eyas.core.processors import node_scores
+from eyas.core.processors import Failures, node_scores
 from eyas.core.sampling import GumbelNoise
 from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Verify"]
+__all__ = ["Cycle", "CycleRunner", "Verify", "verified"]
 
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]  # (draft, scores_BNV, position_B of the root, noise, ops)
 
@@ -33,6 +34,11 @@ class Cycle:
     scores_BNV: Tensor
     verdict: Verdict
     columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
+    failures: Failures  # nodes without a distribution
+
+    def failure(self, row: int, path: Sequence[int]) -> EyasError | None:
+        """The error of the first failed node on the row's path."""
+        return next((self.failures[row, n] for n in path if (row, n) in self.failures), None) if self.failures else None
 
 
 class CycleRunner:
@@ -64,13 +70,19 @@ class CycleRunner:
         with timer.stage("target"):
             output = self.target.forward(draft.tokens_BN, draft.tree)
         with timer.stage("verify"):
-            scores_BNV = node_scores(output.logits_BNV, draft, cycle_input)
-            verdict = self.verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, self.target.target.run.ops)
+            cycle = verified(draft, output, cycle_input, self.verify, self.target.target.run.ops)
         with timer.stage("commit"):
-            self.target.commit(verdict, cycle_input.active_B)
+            self.target.commit(cycle.verdict, cycle_input.active_B)
             if drafter is not None:
-                drafter.commit(draft, verdict, output)
-        return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict))
+                drafter.commit(draft, cycle.verdict, output)
+        return cycle
+
+
+def verified(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
+    """The cycle's result from the output of its forward; nothing is committed."""
+    scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input)
+    verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
+    return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict), failures)
 
 
 def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:

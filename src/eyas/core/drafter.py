@@ -5,7 +5,7 @@ A `Drafter` is a method with its weights and options, for one target; it does no
 
     keep(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*             a request enters a row
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
-    end(row)                                                                      the request has ended
+    end(row), or clear(row)                                                       the request has ended, or failed
 
 Instead of `keep` it calls `copy(source, row, length)` if another row's text begins like the prompt. Cycles of other rows may come between
 the chunks of a prompt. Such a row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
@@ -134,6 +134,10 @@ class DraftSession(ABC):
 
     def end(self, row: int) -> None:
         """The request in the row has ended; the row is empty."""
+
+    def clear(self, row: int) -> None:
+        """The request in the row has failed: as `end`, and nothing that the row's tensors hold may be read again, as it may be NaN."""
+        self.end(row)
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,21 @@ This module knows no method, no tokenizer and no model family. An adaptive draft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
-from eyas.core.processors import node_scores
 from eyas.core.prompts import Prompt, PromptReader
 from eyas.core.requests import Request, Step
-from eyas.core.rows import Row, RowSettings, cycle_input, token_history
+from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end, token_history
 from eyas.core.target import Target
-from eyas.core.tree import Draft, Tree, Verdict
+from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
-from eyas.errors import InputError
+from eyas.errors import EyasError, InputError
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
@@ -92,40 +91,34 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Read prompts, then one cycle for every row in flight."""
-        prefills = [self._first_token(prompt, logits_V) for prompt, logits_V in self.prompts.read()]
+        prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
         if not any(self.rows):
             return prefills
         timer = self.timer()
         roots = self._cycle_input()
         cycle = self.cycle(roots, timer)
-        steps = self._emit(cycle, timer)
+        steps = self._emit(cycle, range(len(self.rows)), timer)
         self.drafter.observe(steps)
         if self.watch is not None:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
         return prefills + steps
 
-    def _first_token(self, prompt: Prompt, logits_V: Tensor) -> Step:
+    def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
         """The row of a prompt that is read, and its first token.
 
         The token is drawn by `verify` from a tree whose only node is the prompt's last token, so prompt and cycles share one rule.
 
         Args:
-            logits_V: of the prompt's last token.
+            read: logits [V] of the prompt's last token; or why the prompt cannot be read.
         """
-        request, device = prompt.request, self.model.device
+        request, timer, b = prompt.request, prompt.timer, prompt.row
+        assert timer is not None
         row = Row(prompt.ticket, request, list(request.prompt), token_history(request, self.model))
-        last_1 = torch.tensor([len(request.prompt) - 1], device=device)
-        token_1 = torch.tensor([request.prompt[-1]], device=device)
-        prompt_end = cycle_input([row], RowSettings.of([row], self.model), token_1, last_1, len(request.prompt) - 1)
-        root = Draft(Tree.chain(1, 1, device), token_1[:, None])
-        scores_1NV = node_scores(logits_V[None, None], root, prompt_end)
-        verdict = verify(root, scores_1NV, last_1, prompt_end.noise, self.model.run.ops)
-        if bool(torch.isnan(scores_1NV).any()):
-            raise self.model.nan_error(request.prompt)
-        self.rows[prompt.row], self._settings = row, None
-        self.prompts.texts[prompt.row] = row.tokens
-        assert prompt.timer is not None
-        return replace(self._append(prompt.row, [int(verdict.bonus_B)], prompt.timer, prefill=True), cached_tokens=prompt.kept)
+        if isinstance(read, EyasError):
+            return row.failed(0, read, timer, prefill=True)
+        self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
+        (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, {"prefill": True, "cached_tokens": prompt.kept})
+        return step
 
     def _cycle_input(self) -> CycleInput:
         if self._settings is None or self._roots_B is None:
@@ -134,63 +127,46 @@ class Decoder:
             self._settings = RowSettings.of(self.rows, self.model)
         return cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths))
 
-    def _emit(self, cycle: Cycle, timer: StageTimer) -> list[Step]:
-        """Read the result of the cycle, its only transfer to the host, and append the tokens to their rows."""
+    def _emit(self, cycle: Cycle, rows: Sequence[int], timer: StageTimer, prefill: dict[str, Any] | None = None) -> list[Step]:
+        """Read the result of a cycle of these rows, its only transfer to the host, and append the tokens to the rows.
+
+        Args:
+            prefill: fields of the Step of a prompt's first token; None: a cycle of all rows.
+        """
         columns = cycle.columns_BX.tolist()
         P = cycle.verdict.path_BP.shape[1]
-        self._roots_B = cycle.verdict.bonus_B
-        self.target.settle([n + (columns[b][0] if self.rows[b] else 0) for b, n in enumerate(self.target.lengths)])
+        if prefill is None:
+            self._roots_B = cycle.verdict.bonus_B
+            self.target.settle([n + (columns[b][0] if self.rows[b] else 0) for b, n in enumerate(self.target.lengths)])
         steps = []
-        for b, (length, bonus, nan, *rest) in enumerate(columns):
-            row = self.rows[b]
-            if row is not None:
-                if nan:
-                    raise self.model.nan_error(row.tokens)
-                tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
-                steps.append(self._append(b, tokens, timer, path=path, draft=cycle.draft))
+        for number, (b, (length, bonus, nan, *rest)) in enumerate(zip(rows, columns, strict=True)):
+            if (row := self.rows[b]) is None:
+                continue
+            tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
+            about = {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill
+            error = self.model.nan_error(row.tokens) if nan else cycle.failure(number, path)
+            steps.append(self._append(b, tokens, timer, about) if error is None else self._fail(b, error, timer, about))
         return steps
 
-    def _append(
-        self,
-        b: int,
-        tokens: Sequence[int],
-        timer: StageTimer,
-        prefill: bool = False,
-        path: tuple[int, ...] = (),
-        draft: Draft | None = None,
-    ) -> Step:
-        """Append tokens to a row until one of them ends it. The cut at EOS, stop strings and length is made here and nowhere else."""
+    def _append(self, b: int, tokens: Sequence[int], timer: StageTimer, about: Mapping[str, Any]) -> Step:
+        """Append tokens to a row until one of them ends it. `about`: further fields of the Step."""
         row = self.rows[b]
         assert row is not None
-        request, emitted = row.request, 0
-        for token in tokens:
-            row.tokens.append(token)
-            emitted += 1
-            if row.history_V is not None:
-                row.history_V[token] = True
-            stops = request.stop is not None and request.stop(token)
-            if stops or token in request.eos:
-                row.finish = "stop"
-            elif row.remaining <= 0:
-                row.finish = "length"
-            if row.finish:
-                self._release(b)
-                break
-        ended_at = timer.now()
-        return Step(
-            request=row.ticket,
-            tokens=tuple(tokens[:emitted]),
-            accepted=min(emitted, max(0, len(path) - 1)),
-            prefill=prefill,
-            finish=row.finish,
-            path=path,
-            draft=draft,
-            row=b,
-            seconds=ended_at - timer.began,
-            parts=dict(timer.parts),
-            ended_at=ended_at,
-            decision=None if prefill else self.drafter.decision,
-        )
+        try:
+            emitted = row.emit(tokens)
+        except EyasError as error:
+            return self._fail(b, error, timer, about)
+        if row.finish:
+            self._release(b)
+        return row.step(b, emitted, timer, **about)
+
+    def _fail(self, b: int, error: EyasError, timer: StageTimer, about: Mapping[str, Any]) -> Step:
+        """End the row with an error. The other rows go on, and nothing that this one leaves behind is read again."""
+        row = self.rows[b]
+        assert row is not None
+        self.rows[b], self._settings = None, None
+        self.prompts.clear(b)
+        return row.failed(b, error, timer, **about)
 
     def _release(self, b: int) -> None:
         """Empty the row. With `reuse` its keys and values stay, for later prompts."""

@@ -7,45 +7,54 @@ run on those prefixes only that decoding can reach. Nodes are skipped
     whose token the processed scores of their parent forbid (greedy rows: whose token is not the best one);
     that end the text (EOS), or stand where the request's length is already reached.
 
-Skipped nodes keep their logits: they are never accepted, or what follows them is cut off.
+Skipped nodes keep their logits: they are never accepted, or what follows them is cut off. So do nodes at which a processor fails; the
+request fails if the accepted path reaches such a node (`Failures`), and others go on.
 
 This module knows no model. Letters: N nodes, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput
+from eyas.core.requests import code_of_request
 from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
 from eyas.core.tree import Draft
-from eyas.errors import InputError
+from eyas.errors import EyasError, InputError
 
-__all__ = ["apply_processors", "node_scores", "run_processors"]
+__all__ = ["Failures", "apply_processors", "node_scores", "run_processors"]
+
+Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
 
-def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> Tensor:
-    """float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node.
+def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> tuple[Tensor, Failures]:
+    """The scores at each node, and the nodes that have none because a processor failed.
 
     Each row's own `Sampling`, and its processors, once per node, with that node's own prefix where something depends on it.
+
+    Returns:
+        float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures.
     """
     seen_BNV = None
     if cycle_input.history_BV is not None:
         seen_BNV = draft.tree.seen(draft.tokens_BN, cycle_input.history_BV)
     if not cycle_input.processors:
-        return apply_sampling_rows(logits_BNV, cycle_input.sampling, seen_BNV)
-    rows = []
+        return apply_sampling_rows(logits_BNV, cycle_input.sampling, seen_BNV), {}
+    rows, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
     for b, (sampling, processors) in enumerate(zip(cycle_input.sampling, cycle_input.processors, strict=True)):
         seen_NV = None if seen_BNV is None else seen_BNV[b]
         if not processors:
             rows.append(apply_sampling(logits_BNV[b], sampling, seen_NV))
             continue
         tokens, eos, remaining = cycle_input.row_tokens[b], cycle_input.eos[b], cycle_input.remaining[b]
-        rows.append(apply_processors(logits_BNV[b], draft, b, tokens, sampling, seen_NV, processors, eos, remaining))
-    return torch.stack(rows)
+        scores_NV, failed = apply_processors(logits_BNV[b], draft, b, tokens, sampling, seen_NV, processors, eos, remaining)
+        rows.append(scores_NV)
+        failures |= {(b, n): error for n, error in failed.items()}
+    return torch.stack(rows), failures
 
 
 def run_processors(processors: Sequence[Processor], tokens: Sequence[int], greedy: bool) -> Callable[[Tensor], Tensor] | None:
@@ -64,15 +73,20 @@ def run_processors(processors: Sequence[Processor], tokens: Sequence[int], greed
         scores_1V = scores_1V.clone()  # a processor may write into what it gets
         for processor in processors:
             shape = scores_1V.shape
-            scores_1V = processor(ids_1T, scores_1V)
+            with code_of_request(f"processor {_name(processor)}"):
+                scores_1V = processor(ids_1T, scores_1V)
             _check(processor, scores_1V, shape, greedy)
         return scores_1V
 
     return run
 
 
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__name__", None) or type(processor).__name__
+
+
 def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool) -> None:
-    name = getattr(processor, "__name__", None) or type(processor).__name__
+    name = _name(processor)
     if not isinstance(scores, Tensor):
         raise InputError(f"processor {name} returned {type(scores).__name__}: it must return its scores, a tensor of shape {list(shape)}")
     if scores.shape != shape:
@@ -88,8 +102,8 @@ def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool
 def apply_processors(
     logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, seen_NV: Tensor | None,
     processors: Sequence[Processor], eos: Collection[int], remaining: int,
-) -> Tensor:  # fmt: skip
-    """Scores [N, V] of one row's tree, processed node by node.
+) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
+    """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by node.
 
     Args:
         row: of the draft.
@@ -102,6 +116,7 @@ def apply_processors(
     parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
     candidates = tree.candidate_BN[row].tolist()
     scores_NV = logits_NV.float().clone()
+    failures: dict[int, EyasError] = {}
     paths: list[list[int] | None] = []  # the tokens below the root; None: skipped
     for n, (parent, token) in enumerate(zip(parents, drafted, strict=True)):
         above = [] if n == 0 else paths[parent]
@@ -112,9 +127,12 @@ def apply_processors(
             parent_V = scores_NV[parent]
             least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
             path = [*above, token] if bool(parent_V[token] >= least) else None
-        paths.append(path)
         if path is not None:
             custom = run_processors(processors, [*tokens, *path], sampling.greedy)
             seen_1V = None if seen_NV is None else seen_NV[n : n + 1]
-            scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, seen_1V, custom)[0]
-    return scores_NV
+            try:
+                scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, seen_1V, custom)[0]
+            except EyasError as error:
+                failures[n], path = error, None
+        paths.append(path)
+    return scores_NV, failures

@@ -30,7 +30,7 @@ from eyas.core.cache import common_prefix
 from eyas.core.drafter import DraftSession
 from eyas.core.requests import Request
 from eyas.core.target import TargetSession
-from eyas.errors import OptionError
+from eyas.errors import EyasError, OptionError
 from eyas.timing import StageTimer
 
 __all__ = ["OLDEST_EVERY", "Prompt", "PromptReader"]
@@ -109,16 +109,28 @@ class PromptReader:
             self.drafter.end(row)
             self.target.keep(row, 0)
 
-    def read(self) -> Iterator[tuple[Prompt, Tensor]]:
-        """Read prompts as far as the budget of one step goes. Yields each one that is complete, with the logits [V] of its last token.
+    def clear(self, row: int) -> None:
+        """The row is empty now, and its text is not used again: the request has failed, and keys and values may be NaN."""
+        self.empty.add(row)
+        self.texts[row] = ()
+        self.drafter.clear(row)
+        self.target.clear(row)
 
-        The caller may release its row before it asks for the next one.
+    def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
+        """Read prompts as far as the budget of one step goes.
+
+        Yields each one that is complete, with the logits [V] of its last token; and each one that does not fit the memory, without a row,
+        with the error. The caller may release its row before it asks for the next one.
         """
         self._steps += 1
         left = self.budget
         while (left is None or left > 0) and (prompt := self._next()) is not None:
             if prompt.row < 0:
-                self._start(prompt)
+                try:
+                    self._start(prompt)
+                except EyasError as error:
+                    yield prompt, error
+                    continue
             count = prompt.left if left is None else min(left, prompt.left)
             logits_V = self._read(prompt, count)
             left = None if left is None else left - count

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
-from eyas.errors import EyasError
+from eyas.errors import EyasError, InputError
 
-__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode"]
+__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_steps", "code_of_request"]
 
 
 class PlanLabel(Protocol):
@@ -102,3 +103,23 @@ class Step:
     def plan(self) -> str:
         """How this row was drafted: "fixed" (by the drafter's options), or the label of the decision, such as "plain" or "16/5/4"."""
         return "fixed" if self.decision is None else self.decision.label(self.row)
+
+
+def check_steps(steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps; raises the error of a request that has failed."""
+    for step in steps:
+        if step.error is not None:
+            raise step.error
+    return steps
+
+
+@contextmanager
+def code_of_request(name: str) -> Iterator[None]:
+    """Turns an exception of code that came with a request (a processor, a constraint) into an InputError, which fails this request only."""
+    try:
+        yield
+    except EyasError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{name} raised {type(error).__name__}: {reason}") from error

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.core.cycle import Cycle, verified
 from eyas.core.drafter import CycleInput
-from eyas.core.requests import Request
+from eyas.core.requests import Request, Step, code_of_request
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.target import Target
+from eyas.core.tree import Draft, TargetOutput, Tree
+from eyas.core.verify import verify
+from eyas.errors import EyasError
+from eyas.timing import StageTimer
 
-__all__ = ["Row", "RowSettings", "cycle_input", "token_history"]
+__all__ = ["Row", "RowSettings", "cycle_input", "prompt_end", "token_history"]
 
 
 @dataclass
@@ -33,6 +39,45 @@ class Row:
     def remaining(self) -> int:
         """Tokens that the row may still emit."""
         return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
+
+    def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens until one of them ends the text; returns those appended. The cut at EOS, stop and length is made here only."""
+        request, emitted = self.request, list[int]()
+        for token in tokens:
+            self.tokens.append(token)
+            emitted.append(token)
+            if self.history_V is not None:
+                self.history_V[token] = True
+            with code_of_request("stop"):
+                stops = request.stop is not None and request.stop(token)
+            if stops or token in request.eos:
+                self.finish = "stop"
+            elif self.remaining <= 0:
+                self.finish = "length"
+            if self.finish:
+                break
+        return tuple(emitted)
+
+    def step(self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **about: Any) -> Step:
+        """The Step in which this row, number `b`, emits these tokens. `about`: further fields of the Step."""
+        ended_at = timer.now()
+        return Step(
+            request=self.ticket,
+            tokens=tokens,
+            accepted=min(len(tokens), max(0, len(path) - 1)),
+            finish=self.finish,
+            path=path,
+            row=b,
+            seconds=ended_at - timer.began,
+            parts=dict(timer.parts),
+            ended_at=ended_at,
+            **{"prefill": False, **about},
+        )
+
+    def failed(self, b: int, error: EyasError, timer: StageTimer, **about: Any) -> Step:
+        """The last Step of a request that fails."""
+        self.finish = "error"
+        return self.step(b, (), timer, error=error, **about)
 
 
 @dataclass(frozen=True)
@@ -82,6 +127,16 @@ def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Ten
         eos=settings.eos,
         remaining=tuple(row.remaining if row else 0 for row in rows),
     )
+
+
+def prompt_end(row: Row, logits_V: Tensor, target: Target) -> Cycle:
+    """The cycle whose tree is the prompt's last token alone: it draws the first token from the logits that the prefill returns."""
+    position = len(row.tokens) - 1
+    token_1, position_1 = (torch.tensor([number], device=target.device) for number in (row.tokens[-1], position))
+    roots = cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)
+    root = Draft(Tree.chain(1, 1, target.device), token_1[:, None])
+    output = TargetOutput(logits_V[None, None], logits_V.new_empty(1, 1, 0))
+    return verified(root, output, roots, verify, target.run.ops)
 
 
 def token_history(request: Request, target: Target) -> Tensor | None:

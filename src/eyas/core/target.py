@@ -373,6 +373,11 @@ class TargetSession:
         self.length_B[row] = length
         self.lengths[row] = length
 
+    def clear(self, row: int) -> None:
+        """Empty a row whose keys and values may be NaN."""
+        self.keep(row, 0)
+        self.cache.clear(row)
+
 
 class ModelRunner:
     """Runs the model's own forward, with a 4-D mask and our cache."""

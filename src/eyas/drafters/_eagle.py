@@ -275,6 +275,11 @@ class EagleSession(DraftSession):
             self.length_B[row] = self.pairs_B[row] = self.bound[row] = 0
         self.pending_B[row] = 0
 
+    def clear(self, row: int) -> None:
+        self.end(row)
+        self.cache.clear(row)
+        self.pending_BPF[row] = 0
+
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         """Store the keys and values of the pending pairs and of the chunk's. The chunk's last feature becomes pending."""
         pending = int(self.pending_B[row])

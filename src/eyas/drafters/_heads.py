@@ -142,6 +142,9 @@ class FeatureSession(DraftSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.feature_BD[row] = features_TF[-1]
 
+    def clear(self, row: int) -> None:
+        self.feature_BD[row] = 0
+
     def draft(self, cycle_input: CycleInput) -> Draft:
         return self.grow(self.feature_BD, cycle_input)
 

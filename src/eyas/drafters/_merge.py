@@ -101,6 +101,10 @@ class Session(DraftSession):
         for session in (self.first, self.second):
             session.end(row)
 
+    def clear(self, row: int) -> None:
+        for session in (self.first, self.second):
+            session.clear(row)
+
 
 def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
     """int64 [B, nodes]: the node of the second tree that matches each of the first, or -1."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.requests import check_steps
 from eyas.metrics import StepTotals, cycle_of, n_alpha
 from eyas.train.data import Example
 
@@ -78,7 +79,7 @@ def _decode(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: in
         decoder = Decoder(drafter.target, drafter)
         decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
         while not decoder.finished:
-            steps += decoder.step()
+            steps += check_steps(decoder.step())
     return steps
 
 

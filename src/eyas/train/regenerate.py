@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
@@ -155,7 +156,7 @@ def regenerate(
                 yield skipped
         if not scheduler.active:
             return
-        for step in scheduler.decoder.step():
+        for step in check_steps(scheduler.decoder.step()):
             if on_step is not None:
                 on_step(len(step.tokens))
             if (ended := scheduler.add_step(step)) is not None:

@@ -96,7 +96,8 @@ def remembered_search(target: Target) -> Found:
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
         return Found(**parse_json(path.read_bytes()))
     log.info(
-        "the layers to skip are searched for this target, once: half a minute for a small model, long for a large one (--skip exit:N goes without)"
+        "the layers to skip are searched for this target, once: half a minute for a small model, long for a large one "
+        "(--skip exit:N goes without)"
     )
     found = search(target, own_text(target))
     with suppress(OSError):  # then it is searched again the next time

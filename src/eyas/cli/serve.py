@@ -69,6 +69,7 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
     llm = load(model, draft, options)
     note_no_head(llm, model, draft)
     service = Service(llm, settings_of(server, llm))
+    service.warm_up()
     app = make_app(service, keys, server.cors_origin)
     serve(app, service, Address(server.host, server.port), drain_seconds=server.drain, json_logs=server.json_logs)
     return 0

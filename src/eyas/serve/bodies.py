@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from eyas.serve.errors import ApiError, invalid_body
 from eyas.serve.protocol.fields import Body
@@ -27,7 +28,11 @@ def body_of(kind: type[Kind]) -> Callable[[Request], Awaitable[Kind]]:
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, "send the body as JSON, with the header `Content-Type: application/json`")
         try:
-            return kind.model_validate_json(await request.body())
+            content = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has gone") from None
+        try:
+            return kind.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
 
+from eyas.core.requests import TokenLogprobs
 from eyas.serve.access import request_id
 from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.logprobs import TokenTexts
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
@@ -25,15 +28,23 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     ids = await service.in_worker(service.render, body.messages)
     method, keywords = speculation(body)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    keywords |= body.keywords()
-    keywords["max_new_tokens"] = answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
-    job = Job((ids,), keywords, n, method, body.timeout)
-    return await reply(service, request, body, ChatCompletion(job, service.settings.name, request_id(request.scope)))
+    count = (body.top_logprobs or 0) if body.logprobs else None
+    keywords |= body.keywords(
+        logprobs=count,
+        prompt_logprobs=body.prompt_logprobs,
+        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
+    )
+    job = Job((ids,), keywords, n, method, body.timeout, body.wants_cycles)
+    dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, count)
+    return await reply(service, request, body, dialect)
 
 
 @dataclass
 class ChatCompletion(Dialect):
     """OpenAI's chat completions."""
+
+    texts: TokenTexts
+    logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
 
     prefix = "chatcmpl"
     object = "chat.completion"
@@ -46,16 +57,26 @@ class ChatCompletion(Dialect):
         return {
             "index": index,
             "message": {"role": "assistant", "content": totals.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": self._logprobs(totals.logprobs),
             "finish_reason": totals.finish,
             "stop_reason": totals.stop_reason,
         }
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        choices = [_chunk_choice(delta.index, {"content": delta.text})] if delta.text else []
+        logprobs = self._logprobs(delta.logprobs)
+        choices = []
+        if delta.text or logprobs or (delta.cycle and not delta.finish):
+            choices.append({**_chunk_choice(delta.index, {"content": delta.text}), "logprobs": logprobs})
         if delta.finish:
             choices.append({**_chunk_choice(delta.index, {}, delta.finish), "stop_reason": delta.stop_reason})
         return choices
+
+    def extra(self, totals: list[Totals]) -> dict[str, Any]:
+        first = totals[0].prompt_logprobs
+        return {"prompt_logprobs": self.texts.prompt(first)} if first else {}
+
+    def _logprobs(self, values: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return None if self.logprobs is None or not values else self.texts.chat(values, self.logprobs)
 
 
 def _chunk_choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -1,14 +1,21 @@
-"""POST /v1/completions: text or token ids go on as they are, without a chat template."""
+"""POST /v1/completions: text or token ids go on as they are, without a chat template.
+
+With `echo` the text and the log-probabilities begin with the prompt's. `max_tokens: 0` asks for the prompt alone: one token is generated
+all the same, because the engine always generates one, and is left out of the response.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
 
+from eyas.core.requests import TokenLogprobs
 from eyas.serve.access import request_id
+from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.logprobs import TokenTexts
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
@@ -24,29 +31,79 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     service.check_model(body.model)
     prompts, n = body.prompts(), body.n or 1
     check_count(service.settings, len(prompts), n)
-    ids = await service.in_worker(lambda: tuple(service.encode(prompt) for prompt in prompts))
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens")
+    special = body.add_special_tokens is not False
+    ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
     method, keywords = speculation(body)
-    longest = max(map(len, ids))
-    keywords |= body.keywords() | {"max_new_tokens": answer_tokens(service.settings, longest, body.max_tokens, DEFAULT_TOKENS)}
-    job = Job(ids, keywords, n, method, body.timeout)
-    return await reply(service, request, body, Completion(job, service.settings.name, request_id(request.scope)))
+    asked = None if body.max_tokens is None else max(1, body.max_tokens)
+    keywords |= body.keywords(
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+        max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
+    )
+    job = Job(ids, keywords, n, method, body.timeout, body.wants_cycles)
+    echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts]) if body.echo else []
+    dialect = Completion(
+        job,
+        service.settings.name,
+        request_id(request.scope),
+        service.token_texts,
+        logprobs=body.logprobs is not None,
+        echoes=echoes,
+        hides_answer=body.max_tokens == 0,
+    )
+    return await reply(service, request, body, dialect)
 
 
 @dataclass
 class Completion(Dialect):
     """OpenAI's text completions."""
 
+    texts: TokenTexts
+    logprobs: bool = False
+    echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
+    hides_answer: bool = False
+    _sent: dict[int, int] = field(default_factory=dict)  # characters of tokens that a stream has sent, by sequence
+
     prefix = "cmpl"
     object = chunk_object = "text_completion"
 
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        return _choice(index, totals.text, totals.finish, totals.stop_reason)
+        delta = Delta(
+            index,
+            totals.text,
+            tuple(totals.token_ids),
+            totals.finish,
+            totals.stop_reason,
+            prefill=True,
+            logprobs=tuple(totals.logprobs),
+            prompt_logprobs=tuple(totals.prompt_logprobs),
+        )
+        return self.chunk_choices(delta)[0]
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        if not delta.text and not delta.finish:
+        begins = delta.prefill and bool(self.echoes)
+        if not (delta.text or delta.finish or begins or delta.cycle or (self.logprobs and delta.token_ids)):
             return []
-        return [_choice(delta.index, delta.text, delta.finish, delta.stop_reason)]
+        text = "" if self.hides_answer else delta.text
+        choice = {
+            "index": delta.index,
+            "text": self.echoes[delta.index // self.job.n] + text if begins else text,
+            "logprobs": self._logprobs(delta, begins) if self.logprobs else None,
+            "finish_reason": "length" if delta.finish and self.hides_answer else delta.finish,
+            "stop_reason": delta.stop_reason,
+        }
+        if delta.prompt_logprobs:
+            choice["prompt_logprobs"] = self.texts.prompt(delta.prompt_logprobs)
+        return [choice]
 
-
-def _choice(index: int, text: str, finish: str | None, stop_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop_reason}
+    def _logprobs(self, delta: Delta, begins: bool) -> dict[str, Any]:
+        tokens = () if self.hides_answer else delta.token_ids
+        values: tuple[TokenLogprobs | None, ...] = () if self.hides_answer else delta.logprobs
+        if begins:
+            tokens, values = self.job.prompts[delta.index // self.job.n] + tokens, delta.prompt_logprobs + values
+        offset = self._sent.get(delta.index, 0)
+        made = self.texts.completion(tokens, values, offset)
+        self._sent[delta.index] = offset + sum(map(len, made["tokens"]))
+        return made

@@ -18,13 +18,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import SystemRandom
 
 from eyas.api import LLM, TextReader
 from eyas.core.engine import Decoder, Request, Step
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
+from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
 from eyas.serve.methods import Methods
 from eyas.serve.metrics import Metrics, SequenceTimes
@@ -45,7 +46,6 @@ class Sequence:
 
     index: int
     request: Request
-    reader: TextReader
     method: str
     deadline: float
     answer: Answer
@@ -124,7 +124,8 @@ class Engine:
             seed = job.keywords.get("seed")
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else seed + sample
-                prepared.append(self.llm.request(prompt, **{**job.keywords, "seed": own}))
+                request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
+                prepared.append((replace(request, trace=job.cycles), reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
@@ -140,13 +141,13 @@ class Engine:
                 seconds = self.metrics.seconds_until_free(self._accepted, self.settings.rows)
                 raise ApiError(429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)})
             self._accepted += len(prepared)
-        answer = Answer(len(prepared), self._give_up)
+        answer = Answer(len(prepared), self._give_up, join=not job.cycles)
         method = job.method or self.llm.method
         deadline = time.monotonic() + min(job.timeout or self.settings.timeout, self.settings.timeout)
-        sequences = [
-            Sequence(i, request, reader, method, deadline, answer, DeltaMaker(i, reader), SequenceTimes(len(request.prompt)))
-            for i, (request, reader) in enumerate(prepared)
-        ]
+        sequences = []
+        for i, (request, reader) in enumerate(prepared):
+            maker = DeltaMaker(i, reader, CycleWriter(self.llm.tokenizer) if job.cycles else None)
+            sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eyas.core.requests import TokenLogprobs
+
 __all__ = ["Delta", "Job", "Totals"]
 
 
@@ -23,6 +25,7 @@ class Job:
     n: int = 1
     method: str | None = None  # a drafting method other than the server's own
     timeout: float | None = None  # seconds; None: the server's
+    cycles: bool = False  # every Delta is one cycle and says what happened in it
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Delta:
     cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
     prefill: bool = False  # holds the first token, which comes from the prompt's own pass
     cached_tokens: int = 0  # with the first token: prompt tokens that were not read again
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, if the job asks for them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first token
+    cycle: Mapping[str, Any] | None = None  # what happened in the cycle, if the job asks for it
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
@@ -48,6 +54,8 @@ class Delta:
             cycles=self.cycles + later.cycles,
             prefill=self.prefill or later.prefill,
             cached_tokens=self.cached_tokens + later.cached_tokens,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
         )
 
 
@@ -72,6 +80,8 @@ class Totals:
     stop_reason: str | None = None
     cycles: list[CycleFigures] = field(default_factory=list)
     cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Add what came next."""
@@ -81,6 +91,8 @@ class Totals:
         self.stop_reason = delta.stop_reason or self.stop_reason
         self.cycles += delta.cycles
         self.cached_tokens += delta.cached_tokens
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
 
     def speculation(self) -> dict[str, Any]:
         """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Dialect(ABC):
     job: Job
     model: str
     identity: str  # the request's id
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(init=False, default_factory=lambda: int(time.time()))
 
     prefix = ""  # of the response's id
     object = ""
@@ -44,6 +44,10 @@ class Dialect(ABC):
     def opening(self) -> list[dict[str, Any]]:
         """The choices of chunks that come before anything is generated."""
         return []
+
+    def extra(self, totals: list[Totals]) -> dict[str, Any]:
+        """Further fields of the whole response."""
+        return {}
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What a response and a chunk have in common."""
@@ -63,7 +67,7 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
     finally:
         answer.close()
     response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
-    return JSONResponse({**response, **_figures(dialect.job, totals)}, headers=headers)
+    return JSONResponse({**response, **dialect.extra(totals), **_figures(dialect.job, totals)}, headers=headers)
 
 
 async def _collected(answer: Answer) -> list[Totals]:
@@ -79,12 +83,14 @@ async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep
     """The events of a streamed response, but for the one that ends it."""
     totals = [Totals() for _ in range(answer.count)]
 
-    def chunk(choice: dict[str, Any]) -> bytes:
+    def chunk(choice: dict[str, Any], cycle: Mapping[str, Any] | None = None) -> bytes:
         made = dialect.envelope(dialect.chunk_object, [choice])
         if options.continuous_usage_stats:
             made["usage"] = usage_of(dialect.job, totals)
         elif options.include_usage:
             made["usage"] = None
+        if cycle is not None:
+            made["eyas"] = {"cycle": cycle}
         return event(made)
 
     for choice in dialect.opening():
@@ -94,8 +100,8 @@ async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep
             yield KEEP_ALIVE
             continue
         totals[delta.index].add(delta)
-        for choice in dialect.chunk_choices(delta):
-            yield chunk(choice)
+        for number, choice in enumerate(dialect.chunk_choices(delta)):
+            yield chunk(choice, delta.cycle if number == 0 else None)
     if options.include_usage:
         yield event({**dialect.envelope(dialect.chunk_object, []), **_figures(dialect.job, totals)})
 

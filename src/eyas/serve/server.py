@@ -42,9 +42,11 @@ class Server(uvicorn.Server):
         """The handler of SIGTERM and SIGINT."""
         if self._ends_at is not None:
             self.should_exit = self.force_exit = True
-        else:
-            self._ends_at = time.monotonic() + self.drain_seconds
-            self.service.engine.drain()
+            return
+        self._ends_at = time.monotonic() + self.drain_seconds
+        self.service.engine.drain()
+        running, waiting = self.service.engine.load
+        log.info("shutting down: %d sequences in flight and %d that wait may end within %g s", running, waiting, self.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""

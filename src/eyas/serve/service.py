@@ -16,6 +16,7 @@ from eyas.errors import OptionError
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
+from eyas.serve.logprobs import TokenTexts
 from eyas.serve.methods import PLAIN
 from eyas.serve.metrics import Metrics
 from eyas.serve.protocol.fields import GenerationBody
@@ -35,8 +36,13 @@ class Service:
         self.llm = llm
         self.settings = settings
         self.metrics = Metrics(settings.name)
+        self.token_texts = TokenTexts(llm.tokenizer, llm.target.vocab_size)
         self.engine = Engine(llm, settings, self.metrics)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
+
+    def warm_up(self) -> None:
+        """Decode a little, so that costs are measured and code is compiled before the first client comes."""
+        self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True)
 
     def start(self) -> None:
         """Begin to serve; called in the event loop."""
@@ -58,11 +64,24 @@ class Service:
         """The result of a function that runs in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
-    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """A prompt as token ids; those of a text as its tokenizer makes them, without a chat template."""
+    def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
+        """A prompt as token ids; a text without a chat template.
+
+        Args:
+            special: with the special tokens that the tokenizer adds.
+        """
         if not isinstance(prompt, str):
             return tuple(prompt)
-        return tuple(encode(self.tokenizer, prompt))
+        if special:
+            return tuple(encode(self.tokenizer, prompt))
+        return tuple(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
+        vocab = self.llm.target.vocab_size
+        if outside := [token for token in tokens if not 0 <= token < vocab]:
+            raise ApiError(400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens")
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[int, ...]:
         """A conversation as token ids, by the tokenizer's chat template."""

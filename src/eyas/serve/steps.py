@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from eyas.api import TextReader
 from eyas.core.engine import Step
 from eyas.core.tree import Draft
+from eyas.serve.cycles import CycleWriter
 from eyas.serve.records import CycleFigures, Delta
 
 __all__ = ["DeltaMaker", "drafted_nodes"]
@@ -17,11 +18,13 @@ class DeltaMaker:
 
     Args:
         index: of the sequence in its job.
+        writer: says what happened in each cycle, if that is asked for.
     """
 
-    def __init__(self, index: int, reader: TextReader) -> None:
+    def __init__(self, index: int, reader: TextReader, writer: CycleWriter | None = None) -> None:
         self.index = index
         self.reader = reader
+        self.writer = writer
 
     def make(self, step: Step, drafted: int) -> Delta:
         """The Delta of one Step, in whose cycle so many nodes were drafted for this row."""
@@ -34,6 +37,9 @@ class DeltaMaker:
             cycles=() if step.prefill else (figures(step, drafted),),
             prefill=step.prefill,
             cached_tokens=step.cached_tokens,
+            logprobs=step.logprobs,
+            prompt_logprobs=step.prompt_logprobs,
+            cycle=None if self.writer is None else self.writer.write(step),
             error=step.error,
         )
 

@@ -24,19 +24,11 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids, special tokens included."""
     service.check_model(body.model)
-    vocab = service.llm.target.vocab_size
-    if outside := [token for token in body.tokens if not 0 <= token < vocab]:
-        raise ApiError(400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens")
-    return {"prompt": await service.in_worker(_text, service, body.tokens)}
+    return {"prompt": await service.in_worker(service.decode, body.tokens)}
 
 
 def _tokens(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
         return list(service.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False))
     assert body.prompt is not None
-    special = body.add_special_tokens is not False
-    return list(service.tokenizer(body.prompt, add_special_tokens=special, verbose=False)["input_ids"]) if body.prompt else []
-
-
-def _text(service: Service, tokens: list[int]) -> str:
-    return str(service.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    return list(service.encode(body.prompt, body.add_special_tokens is not False)) if body.prompt else []

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.serve.protocol.fields import GenerationBody
+from eyas.serve.protocol.fields import MOST_LOGPROBS, GenerationBody
 
 __all__ = ["ChatBody", "Prediction"]
 
@@ -26,7 +26,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from eyas.serve.protocol.fields import GenerationBody
+from eyas.serve.protocol.fields import MOST_LOGPROBS, GenerationBody
 
 __all__ = ["CompletionBody"]
 
@@ -16,7 +16,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="before")

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eyas.arguments import DEFAULTS
+from eyas.errors import OptionError
 
-__all__ = ["Body", "GenerationBody", "StreamOptions"]
+__all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
 
+MOST_LOGPROBS = 20  # per token
 Texts = list[Annotated[str, Field(min_length=1)]]
 
 # Fields of other servers that are refused unless they have one of the values behind them, which change nothing here.
@@ -104,7 +106,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -130,26 +132,34 @@ class GenerationBody(Body):
             raise ValueError('speculation must be false, "auto", a number of draft tokens, or the name of a method')
         return value
 
-    def keywords(self) -> dict[str, Any]:
-        """The fields that are keywords of `LLM.generate`, those that are given.
+    @property
+    def wants_cycles(self) -> bool:
+        """Whether every cycle is to be described; only a stream can."""
+        if self.cycles and not self.stream:
+            raise OptionError("cycles are described in a stream only: add stream=true")
+        return bool(self.cycles)
+
+    def keywords(self, **more: Any) -> dict[str, Any]:
+        """The fields that are keywords of `LLM.generate`, those that are given, and further ones that are not None.
 
         Raises:
-            ValueError: a field that `LLM.generate` does not have.
+            OptionError: a field that `LLM.generate` does not have.
         """
-        given: dict[str, Any] = {name: getattr(self, name) for name in KEYWORDS if getattr(self, name) is not None}
+        fields = {name: getattr(self, name) for name in KEYWORDS} | more
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         if given.get("top_k") == -1:  # vLLM's word for all tokens
             given["top_k"] = 0
         for name in list(given):
             if name not in DEFAULTS:
                 if given[name] not in NEUTRAL.get(name, ()):
-                    raise ValueError(f"this server does not support {name}: leave it out")
+                    raise OptionError(f"this server does not support {name}: leave it out")
                 del given[name]
         return {"temperature": 1.0, **given}
 
 
 KEYWORDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
-    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),

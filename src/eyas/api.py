@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast, overload
 
@@ -434,15 +434,21 @@ class LLM:
         prompt: Prompt | Tensor | Mapping[str, Any],
         *,
         system: str | None = None,
+        on_step: Callable[[Step], None] | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Stream:
         """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
 
         Closing the stream early leaves everything usable.
+
+        Args:
+            on_step: called with the engine's record of each cycle, which then has a `Trace`: the
+                tree with its probabilities.
         """
-        answer = _Answer(*self.request(prompt, system=system, **keywords))
+        request, reader = self.request(prompt, system=system, **keywords)
+        answer = _Answer(replace(request, trace=on_step is not None), reader)
         decoder, keep = self._take_decoder()
-        return Stream(decoder, answer, keep)
+        return Stream(decoder, answer, keep, on_step)
 
     @with_generate_keywords
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
@@ -582,10 +588,17 @@ class Chat:
 class Stream(Iterator[Piece]):
     """An answer that is being decoded, piece by piece."""
 
-    def __init__(self, decoder: Decoder, answer: _Answer, at_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        answer: _Answer,
+        at_end: Callable[[], None],
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
         self._decoder = decoder
         self._answer = answer
         self._at_end = at_end
+        self._on_step = on_step
         self._pieces = deque[Piece]()
         self._open = False
         self._ticket = decoder.add(answer.request)
@@ -610,6 +623,8 @@ class Stream(Iterator[Piece]):
             raise
         for step in steps:
             if step.request == self._ticket:
+                if self._on_step is not None:
+                    self._on_step(step)
                 self._pieces.append(self._answer.add(step))
         if self._answer.totals.finish:
             self._open = False

@@ -23,6 +23,7 @@ from eyas.cli._options import (
     option_group,
 )
 from eyas.cli._show import TimedStream, progress_bar, summary
+from eyas.cli._view import CycleView
 from eyas.errors import EyasError, InputError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ eyas generate "Tell me a story."  # the embedded model
 eyas generate --target MODEL --draft HEAD --temperature 0.7 -  # the prompt from stdin
 eyas generate --input prompts.jsonl --output results.jsonl  # many; run it again to continue after an interrupt
 eyas generate --target MODEL --prompt-ids 1,15043 --json  # no tokenizer needed
+eyas generate "Tell me a story." --view story.html  # every cycle's tree, in a browser
 """
 NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id".',
@@ -56,6 +58,9 @@ class InputOptions:
     """Many prompts, one a line; - reads stdin."""
     output: Annotated[str | None, "Output", "FILE.jsonl"] = None
     """Where their results go, one a line; default: stdout."""
+    view: Annotated[str | None, "Output", "FILE.html"] = None
+    """Write a page that shows every cycle of the answer: the tree, its probabilities, what was
+    accepted. It needs nothing beside it."""
     as_json: AS_JSON = False
     ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
@@ -85,7 +90,8 @@ def command(
     keywords = {**sampling_of(sampling), **given}
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
-        _answer_one(load(model, draft, options), text, keywords, inputs.as_json, model, draft)
+        view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
+        _answer_one(load(model, draft, options), text, keywords, inputs.as_json, model, draft, view)
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
@@ -104,6 +110,8 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError(f"give only one of {' and '.join(chosen)}")
     if not chosen:
         raise UsageError(f"nothing to answer: give one of {', '.join(ways)}")
+    if inputs.view and inputs.input:
+        raise UsageError("--view shows one answer: give the prompt itself, without --input")
     if inputs.output and not inputs.input:
         raise UsageError("--output goes with --input; for one prompt use --json")
     if inputs.batch_size and not inputs.input:
@@ -132,9 +140,11 @@ def _answer_one(
     as_json: bool,
     model: TargetOptions,
     draft: DraftOptions,
+    view: CycleView | None,
 ) -> None:
     """Answer one prompt: streamed, or as one JSON object."""
-    stream = TimedStream(llm.stream(prompt, **keywords))
+    on_step = None if view is None else view.watch(llm)
+    stream = TimedStream(llm.stream(prompt, on_step=on_step, **keywords))
     stopped = False
     try:
         for number, piece in enumerate(stream):
@@ -146,6 +156,8 @@ def _answer_one(
     except KeyboardInterrupt:
         stopped = True
     result = stream.result()
+    if view is not None:
+        view.write(llm, result)
     print(json.dumps(record(llm, result), ensure_ascii=False) if as_json else "")
     if stopped:
         raise Interrupted(f"{len(result.token_ids)} tokens are above")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.staticfiles import StaticFiles
 
 from eyas import __version__
 from eyas.serve import chat, completions, errors, info, tokens
@@ -18,14 +16,13 @@ from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import body_of
 from eyas.serve.limits import BodyLimit
+from eyas.serve.page import routes as page
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from eyas.serve.service import Service
 
 __all__ = ["make_app"]
-
-PAGE = Path(__file__).parent / "page"
 
 
 def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
@@ -60,8 +57,7 @@ def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] 
     errors.install(app)
     app.include_router(info.router(service))
     _add_generation(app, service)
-    if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.include_router(page.router)
     return app
 
 

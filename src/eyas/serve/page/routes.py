@@ -1,0 +1,38 @@
+"""The routes of the page: `/` and the files beside it. They need no API key, as they hold nothing but the page."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, HTTPException
+from fastapi.responses import Response
+
+from eyas.serve.page import FOLDER, MEDIA_TYPES, SERVED_POLICY
+
+__all__ = ["router"]
+
+HEADERS = {
+    "content-security-policy": SERVED_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # another version of eyas has other files
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+def index() -> Response:
+    """The page."""
+    return _file("index.html")
+
+
+@router.get("/page/{name}")
+def file(name: str) -> Response:
+    """A module, style or picture of the page."""
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    path = FOLDER / name
+    if path.suffix not in MEDIA_TYPES or path.parent != FOLDER or not path.is_file():
+        raise HTTPException(404, f"the page has no file {name!r}")
+    return Response(path.read_bytes(), media_type=f"{MEDIA_TYPES[path.suffix]}", headers=HEADERS)

@@ -1,0 +1,458 @@
+"""The page in a real browser: it shows what a scripted server sends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs eyas[serve]")
+
+from eyas.serve import page as page_files
+from scripted_server import MODEL, Script, application, chunk, cycle, node, prefill, running, text_of
+
+pytestmark = pytest.mark.slow
+
+EVIL = "<img src=x onerror='window.hacked=1'></script><script>window.hacked=1</script>"
+FIRST = prefill("What")
+SECOND = cycle(1, "What", [" time", " do"], " you", refused=[" we", " they"])
+THIRD = cycle(2, " you", [" want"], "?", plan="8/3/2")
+STATS = {
+    "rows": 4, "running": 3, "waiting": 2,
+    "recent": {
+        "tokens_per_second": 1234.5, "cycles": 10, "tau": 3.21, "mean_cycle_ms": 6.5,
+        "accepted_by_depth": [0.75, 0.5, 0.25], "decisions": {"16/5/4": 6, "plain": 3, "suffix": 1},
+    },
+}  # fmt: skip
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script(turns=[[FIRST, SECOND, THIRD]], stats=STATS)
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    with running(application(script)) as url:
+        yield url
+
+
+def ask(page: Any, text: str = "Hello") -> None:
+    """Send a message and wait for the end of its answer."""
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+
+
+def fits(page: Any) -> bool:
+    """Whether nothing sticks out to the right."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+# --- the chat ---------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
+    """A second turn that forgets the first, or a control that is not sent, is noticed by nobody who looks at one answer."""
+    page = open_page(address)
+    page.get_by_text("Settings").click()
+    for label, value in {"System prompt": "Be brief.", "Temperature": "0.5", "Top k": "40", "Seed": "7", "Max tokens": "12"}.items():
+        page.get_by_label(label).fill(value)
+    page.get_by_label("Drafts").select_option("suffix")
+    ask(page, "Hello")
+    ask(page, "And then?")
+    answer = page.locator(".answer").first
+    assert answer.text_content() == "What time do you want?"
+    kinds = answer.locator(".token").evaluate_all("spans => spans.map(s => [s.textContent, s.classList[1]])")
+    assert kinds == [["What", "prompt"], [" time", "drafted"], [" do", "drafted"], [" you", "own"], [" want", "drafted"], ["?", "own"]]
+    assert page.locator(".figures").first.text_content().startswith("6 tokens \u00b7 2 cycles \u00b7 tau 2.50")
+    first, second = script.bodies
+    settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_tokens": 12, "speculation": "suffix", "model": MODEL}
+    assert settings.items() <= second.items()
+    assert "top_p" not in second, "an empty field is the server's business"
+    assert (first["stream"], first["cycles"]) == (True, True)
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert second["messages"][2]["content"] == "What time do you want?"
+
+
+def test_settings_are_kept_and_the_key_is_not(open_page: Open, address: str) -> None:
+    """A key in the store of the browser would outlive the visit."""
+    page = open_page(address)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("API key").fill("secret")
+    page.get_by_label("API key").press("Tab")
+    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+    page.reload()
+    assert page.get_by_label("Temperature").input_value() == "0.7"
+
+
+def test_impossible_setting_is_not_sent(open_page: Open, address: str, script: Script) -> None:
+    page = open_page(address)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("-1")
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    assert page.evaluate("document.activeElement.name") == "temperature"
+    assert script.bodies == []
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
+    """Stopping must reach the server, or it goes on decoding for nobody; the text so far stays, and the chat goes on."""
+    script.endless = True
+    page = open_page(address)
+    page.get_by_label("Message").fill("Count")
+    page.keyboard.press("Enter")
+    page.get_by_text("word word").wait_for()
+    if how == "button":
+        page.get_by_role("button", name="Stop").click()
+    else:
+        page.keyboard.press("Escape")
+    page.locator(".figures").get_by_text("stopped").wait_for()
+    assert script.hung_up.wait(30)
+    assert page.locator(".answer").text_content().startswith("What time do you want? word")
+    script.endless = False
+    ask(page, "Go on")
+    assert len(script.bodies[-1]["messages"]) == 3
+
+
+def test_copy_and_clear(open_page: Open, address: str, script: Script) -> None:
+    page = open_page(address, permissions=["clipboard-read", "clipboard-write"])
+    ask(page)
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "What time do you want?"
+    page.get_by_role("button", name="Clear").click()
+    assert page.locator(".turn").count() == 0
+    ask(page)
+    assert len(script.bodies[-1]["messages"]) == 1
+
+
+def test_key_is_asked_for(open_page: Open, address: str, script: Script) -> None:
+    """Without a key the reader is led to its field, and the question is not lost."""
+    script.key = "secret"
+    page = open_page(address)
+    ask(page, "Hello")
+    assert "a key is needed" in page.get_by_role("alert").text_content()
+    assert page.evaluate("document.activeElement.name") == "key"
+    page.keyboard.type("secret")
+    page.get_by_label("Message").focus()
+    assert page.get_by_label("Message").input_value() == "Hello"
+    page.keyboard.press("Enter")
+    page.get_by_text("What time do you want?").wait_for()
+    assert len(script.bodies[-1]["messages"]) == 1, "the refused question is not sent twice"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_errors_are_shown(open_page: Open, address: str, script: Script, late: bool) -> None:
+    """An error in the middle of a stream comes with status 200; a full queue with 429."""
+    if late:
+        script.turns = [[FIRST, {"error": {"message": "the row has failed", "code": 500}}]]
+    else:
+        script.refusal = 429, "the row has failed"
+    page = open_page(address)
+    ask(page)
+    assert page.locator("#log").get_by_role("alert").text_content() == "the row has failed"
+    assert page.locator(".answer").text_content() == ("What" if late else "")
+
+
+def test_text_that_comes_late(open_page: Open, address: str, script: Script) -> None:
+    """A server holds back what may become a stop string, and joins cycles for a slow reader: every part of the text must still belong
+    to its own cycle; and text that the server changed must not be lost."""
+    script.turns = [
+        [FIRST, chunk(" ti", SECOND), chunk("me do you want", THIRD), chunk("!")],
+        [chunk("What time do you want?", FIRST, SECOND, THIRD)],
+    ]
+    page = open_page(address)
+    ask(page)
+    ask(page)
+    parts = page.locator(".answer").evaluate_all(
+        "all => all.map(a => [...a.querySelectorAll('.token')].map(s => s.textContent + s.dataset.cycle))"
+    )
+    assert parts[0] == ["What0", " ti1", "me1", " do1", " you1", " want2", "!2"]
+    assert parts[1] == ["What0", " time1", " do1", " you1", " want2", "?2"]
+
+
+# --- the cycle behind a token -----------------------------------------------------------------------
+
+
+def test_token_shows_its_cycle(open_page: Open, address: str) -> None:
+    """The tree with its texts, q and p; the accepted path; the reason; time, plan and tau: what the page is for."""
+    page = open_page(address, reduced_motion="reduce")
+    ask(page)
+    panel = page.get_by_label("The selected cycle")
+    assert "Every cycle, token by token" in panel.inner_text()
+    page.locator(".answer .token").nth(2).click()
+    assert panel.get_by_role("heading").text_content() == "Cycle 1 of 2"
+    tree = panel.locator("svg.tree")
+    assert tree.locator("g.accepted .token").all_text_contents() == ["\u00b7time", "\u00b7do"]
+    assert tree.locator("g.accepted .numbers").all_text_contents() == ["q.90 p.80"] * 2
+    assert tree.locator("g.refused .token").all_text_contents() == ["\u00b7we", "\u00b7they"]
+    assert tree.locator("g.own .token").all_text_contents() == ["\u00b7you"]
+    assert tree.locator("path.accepted").count() == 2
+    assert panel.locator(".reason").text_content() == (
+        "After \u00b7do the draft offered \u00b7we and \u00b7they. The target drew \u00b7you, which is none of them."
+    )
+    facts = panel.locator(".facts").inner_text()
+    for fact in ("12.3 ms", "4 nodes", "16/5/4", "2 drafted + 1 own", "2.50"):
+        assert fact in facts
+    assert page.locator(".answer .selected").all_text_contents() == [" time", " do", " you"]
+    panel.get_by_text("All nodes as a table").click()
+    panel.locator("tbody tr").nth(3).wait_for()
+    assert panel.locator("tbody tr").count() == 4
+
+
+def test_why_a_path_ended(open_page: Open, address: str, script: Script) -> None:
+    """Each end has its own sentence; a cycle without a draft is not explained by a tree."""
+    plain = cycle(1, "What", [], " is", plan="plain")
+    stop, length = ({**cycle(n, "a", [" b"], " c"), "ended": ended} for n, ended in ((3, "stop"), (4, "length")))
+    script.turns = [[FIRST, plain, cycle(2, " is", [" it"], "?"), stop, length]]
+    page = open_page(address)
+    ask(page)
+    reasons = []
+    for at in range(5):
+        page.locator(f".answer [data-cycle='{at}']").first.click()
+        reasons.append(page.locator(".reason").text_content())
+    expected = [
+        "The target read the prompt",
+        "Nothing was drafted",
+        "The path reached a leaf",
+        "an end token or a stop string",
+        "as many tokens as",
+    ]
+    assert all(words in reason for words, reason in zip(expected, reasons, strict=True)), reasons
+
+
+def test_keyboard_alone(open_page: Open, address: str) -> None:
+    """Everything that a click does is done by keys, and the focus is never lost."""
+    page = open_page(address, reduced_motion="reduce")
+    page.keyboard.type("Hello")  # the message has the focus at first
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+    heading = page.get_by_label("The selected cycle").get_by_role("heading")
+    focused = "document.activeElement.textContent"
+    page.keyboard.press("Shift+Tab")  # settings
+    page.keyboard.press("Shift+Tab")  # copy
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate(focused) == "What"
+    assert heading.text_content() == "The prompt"
+    page.keyboard.press("ArrowRight")
+    assert (page.evaluate(focused), heading.text_content()) == (" time", "Cycle 1 of 2")
+    page.keyboard.press("ArrowDown")
+    assert (page.evaluate(focused), heading.text_content()) == (" do", "Cycle 1 of 2")
+    page.keyboard.press("End")
+    assert heading.text_content() == "Cycle 2 of 2"
+    assert "Cycle 2 of 2" in page.get_by_label("The selected cycle").get_by_role("status").text_content()
+    page.get_by_label("Cycle", exact=True).focus()
+    page.keyboard.press("ArrowLeft")
+    assert heading.text_content() == "Cycle 1 of 2"
+    page.get_by_role("button", name="Previous cycle").press("Enter")
+    assert heading.text_content() == "The prompt"
+    assert page.evaluate("document.activeElement !== document.body"), "the button is disabled now"
+    page.keyboard.press("Escape")
+    assert page.get_by_label("The selected cycle").get_by_role("heading").text_content() == "Every cycle, token by token"
+    assert page.evaluate(focused) == "What"
+
+
+def test_zoom(open_page: Open, address: str, script: Script) -> None:
+    """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from cycle to cycle."""
+    wide = cycle(1, "What", [f" word{n}" for n in range(9)], " end", refused=[f" other{n}" for n in range(50)])
+    script.turns = [[FIRST, wide, {**wide, "number": 2}]]
+    page = open_page(address)
+    ask(page)
+    page.locator(".answer [data-cycle='1']").first.click()
+
+    def width() -> float:
+        return float(page.locator("svg.tree").evaluate("tree => tree.getBoundingClientRect().width"))
+
+    room = page.locator(".drawing").evaluate("d => d.clientWidth")
+    legible = width()
+    assert legible > room
+    page.get_by_role("button", name="Fit the tree").click()
+    assert width() <= room
+    page.get_by_role("button", name="Zoom in").click()
+    zoomed = width()
+    assert zoomed > legible * 0.5
+    page.get_by_role("button", name="Next cycle").click()
+    assert width() == pytest.approx(zoomed)
+
+
+def test_layout_of_trees(open_page: Open, address: str) -> None:
+    """No two boxes of a tree overlap, children stand to the right of their parents, and the accepted path is a straight line."""
+    nodes = [node(-1, "r", 0, None, 1.0, True)]
+    parents = [0, 0, 0, 1, 1, 2, 5, 5, 3, 8, 8, 7, 10]
+    nodes += [{**node(parent, f"n{n}" * (1 + n % 3), 0), "q": 1 / n} for n, parent in enumerate(parents, 1)]
+    for item in nodes[1:]:
+        item["depth"] = nodes[item["parent"]]["depth"] + 1
+    made = {"nodes": nodes, "path": [0, 1, 5, 7], "tokens": [{"text": "x", "token": 1, "node": None}], "bonus_text": "x"}
+    page = open_page(address)
+    drawn, boxes = page.evaluate(
+        """async (cycle) => {
+            const { drawnNodes, layOut } = await import("./page/layout.js");
+            const drawn = drawnNodes(cycle);
+            return [drawn, layOut(drawn, (node) => 20 + 8 * node.text.length, { row: 46, box: 38, gap: 26 }).boxes];
+        }""",
+        made,
+    )
+    assert len(drawn) == len(boxes) == 15
+    for i, a in enumerate(boxes):
+        assert all(a["y"] != b["y"] or a["x"] + a["width"] < b["x"] or b["x"] + b["width"] < a["x"] for b in boxes[:i])
+    assert all(boxes[n]["x"] > boxes[item["parent"]]["x"] + boxes[item["parent"]]["width"] for n, item in enumerate(drawn) if n)
+    assert {boxes[n]["y"] for n in (0, 1, 5, 7, 14)} == {0}
+
+
+# --- the second view --------------------------------------------------------------------------------
+
+
+def test_live_view(open_page: Open, address: str, script: Script) -> None:
+    """The figures of /stats, polled; an error is shown and goes away again."""
+    page = open_page(address + "/#live")
+    live = page.locator("#live-view")
+    live.get_by_text("1,235").wait_for()
+    text = live.inner_text()
+    for shown in ("3 running", "of 4 rows, 2 waiting", "3.21", "depth 3", ".25", "60 %", "up to 16 nodes", "nothing was drafted"):
+        assert shown in text
+    assert live.locator(".rows .used").count() == 3
+    assert live.get_by_label("Throughput, 1,235 tokens per second").count() == 1
+    script.refusal = 503, "the server is shutting down"
+    live.get_by_text("the server is shutting down").wait_for()
+    script.refusal = None
+    live.get_by_role("alert").wait_for(state="hidden")
+    page.get_by_role("link", name="Chat").press("Enter")
+    assert page.get_by_label("Message").is_visible()
+    assert page.get_by_role("link", name="Chat").get_attribute("aria-current") == "page"
+
+
+def test_live_view_of_an_idle_server(open_page: Open, address: str, script: Script) -> None:
+    idle = {"tokens_per_second": 0, "cycles": 0, "tau": None, "mean_cycle_ms": None, "accepted_by_depth": [], "decisions": {}}
+    script.stats = {**STATS, "running": 0, "waiting": 0, "recent": idle}
+    page = open_page(address + "/#live")
+    page.get_by_text("Nothing was drafted lately.").wait_for()
+
+
+# --- what must not happen ---------------------------------------------------------------------------
+
+
+def test_markup_stays_text(open_page: Open, address: str, script: Script) -> None:
+    """Prompts, answers, trees, errors and names are text, whatever they look like."""
+    evil = cycle(1, EVIL, [EVIL], EVIL, refused=[EVIL], plan=EVIL)
+    script.turns = [[prefill(EVIL), evil], [FIRST, {"error": {"message": EVIL}}]]
+    page = open_page(address)
+    ask(page, EVIL)
+    page.locator(".answer .token").nth(1).click()
+    page.get_by_text("All nodes as a table").click()
+    assert page.locator(".answer").text_content() == 3 * EVIL
+    assert page.locator(".user .text").text_content() == EVIL
+    assert page.locator("#model").text_content() == MODEL
+    ask(page, EVIL)
+    assert page.get_by_role("alert").text_content() == EVIL
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_policy_of_the_served_page(open_page: Any, address: str) -> None:
+    """The browser itself refuses inline scripts and markup, should the page ever use them."""
+    page = open_page(address)
+    response = page.request.get(address)
+    policy = response.headers["content-security-policy"]
+    assert policy == page_files.SERVED_POLICY
+    assert "unsafe" not in policy
+    assert page.evaluate("try { document.body.innerHTML = '<b>'; 'parsed' } catch (error) { error.name }") == "TypeError"
+    assert len(open_page.errors) == 1  # the browser's own complaint about it
+    open_page.errors.clear()
+    assert page.request.get(f"{address}/page/__init__.py").status == 404
+    assert page.request.get(f"{address}/page/..%2f__init__.py").status == 404
+
+
+# --- screens ----------------------------------------------------------------------------------------
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of `rgb(r, g, b)` (WCAG 2)."""
+    channels = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(open_page: Open, address: str, scheme: str) -> None:
+    """Text is readable in both schemes: a contrast of 4.5, as WCAG AA asks."""
+    page = open_page(address, color_scheme=scheme)
+    probe = """() => ["page", "text", "quiet", "own", "draft", "bad"].map((name) => {
+        const probe = document.body.appendChild(document.createElement("i"));
+        probe.style.color = `var(--${name})`;
+        const color = getComputedStyle(probe).color;
+        probe.remove();
+        return color;
+    })"""
+    background, *inks = map(luminance, page.evaluate(probe))
+    assert background > 0.9 if scheme == "light" else background < 0.02
+    for ink in inks[:3] + inks[4:]:
+        assert (max(ink, background) + 0.05) / (min(ink, background) + 0.05) > 4.5
+    assert (max(inks[3], background) + 0.05) / (min(inks[3], background) + 0.05) > 3, "marks need 3"
+
+
+def test_narrow_screen(open_page: Open, address: str) -> None:
+    """Nothing sticks out at 360 pixels, and the cycle leaves room for the answer that it belongs to."""
+    page = open_page(address, width=360, height=740)
+    assert fits(page)
+    page.get_by_text("Settings").click()
+    assert fits(page)
+    page.get_by_text("Settings").click()
+    ask(page)
+    page.locator(".answer .token").nth(2).click()
+    assert fits(page)
+    sheet = page.get_by_label("The selected cycle").bounding_box()
+    token = page.locator(".answer .selected").first.bounding_box()
+    assert token["y"] + token["height"] <= sheet["y"]
+    page.get_by_role("button", name="Close the cycle").click()
+    assert page.get_by_label("The selected cycle").is_hidden()
+    page.get_by_role("link", name="Live").click()
+    page.get_by_text("tokens/s").wait_for()
+    assert fits(page)
+
+
+def test_colour_scheme_can_be_chosen(open_page: Open, address: str) -> None:
+    page = open_page(address, color_scheme="light")
+    page.get_by_label("Colour scheme").select_option("dark")
+    page.reload()
+    assert luminance(page.evaluate("getComputedStyle(document.documentElement).backgroundColor")) < 0.02
+
+
+# --- the file of `eyas generate --view` -------------------------------------------------------------
+
+
+def view(tmp_path: Path, *cycles: dict[str, Any], text: str | None = None) -> str:
+    """The address of a page about these cycles."""
+    data = {"prompt": EVIL, "system": None, "target": "tiny", "method": "eagle3", "tau": 2.5, "seconds": 0.25, "cycles": list(cycles)}
+    file = tmp_path / "view.html"
+    file.write_text(page_files.one_file({**data, "text": "".join(map(text_of, cycles)) if text is None else text}), encoding="utf-8")
+    return file.as_uri()
+
+
+def test_view_file(open_page: Open, tmp_path: Path) -> None:
+    """The same view from one file, with nothing beside it; a text in it cannot end its script."""
+    requests: list[str] = []
+    page = open_page(view(tmp_path, FIRST, SECOND, cycle(2, EVIL, [EVIL], EVIL)), reduced_motion="reduce")
+    page.on("request", lambda request: requests.append(request.url))
+    page.reload()
+    assert len(requests) == 1
+    assert page.locator(".answer").text_content() == "What time do you" + 2 * EVIL
+    assert page.locator(".user .text").text_content() == EVIL
+    page.locator(".answer .token").nth(1).click()
+    assert page.locator("svg.tree g.accepted .token").all_text_contents() == ["\u00b7time", "\u00b7do"]
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_label("The selected cycle").get_by_role("heading").text_content() == "Cycle 2 of 2"
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+
+
+def test_view_file_of_a_text_cut_by_a_stop_string(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(view(tmp_path, FIRST, SECOND, THIRD, text="What time do y"))
+    assert page.locator(".answer").text_content() == "What time do y"
+    assert page.get_by_text("6 tokens \u00b7 2 cycles").count() == 1

@@ -102,9 +102,9 @@ async def _events(script: Script, turn: Sequence[dict[str, Any]]) -> AsyncIterat
     yield ": keep-alive\n\n"
     try:
         for item in turn:
-            yield _event(item if "tokens" not in item else _chunk(text_of(item), item))
+            yield _event(item if "tokens" not in item else chunk(text_of(item), item))
         while script.endless:
-            yield _event(_chunk(" word", None))
+            yield _event(chunk(" word", None))
             await asyncio.sleep(0.02)
     except asyncio.CancelledError:
         script.hung_up.set()
@@ -113,14 +113,10 @@ async def _events(script: Script, turn: Sequence[dict[str, Any]]) -> AsyncIterat
     yield "data: [DONE]\n\n"
 
 
-def _chunk(text: str, made: Cycle | None) -> dict[str, Any]:
-    chunk: dict[str, Any] = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
-    return chunk if made is None else {**chunk, "eyas": {"cycle": made}}
-
-
-def chunk(text: str, *cycles: Cycle) -> dict[str, Any]:
-    """A chunk whose text is not that of its cycles."""
-    return {**_chunk(text, None), "eyas": {"cycles": list(cycles)}}
+def chunk(text: str, made: Cycle | None) -> dict[str, Any]:
+    """A chunk of a stream; its text need not be that of its cycle."""
+    one: dict[str, Any] = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+    return one if made is None else {**one, "eyas": {"cycle": made}}
 
 
 def _event(item: dict[str, Any]) -> str:

@@ -322,3 +322,33 @@ def test_interrupt_with_json_gives_what_there_is(run: Run) -> None:
     found = json.loads(result.stdout.splitlines()[-1])
     assert len(found["token_ids"]) == 5
     assert found["finish_reason"] == "interrupted"
+
+
+# --- the page of one answer ------------------------------------------------------------------------------------------------------------
+
+
+def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
+    """The file holds the same answer as stdout, and a tree for each cycle, whose accepted tokens are the answer's."""
+    file = tmp_path / "view.html"
+    result = run("generate", "--target", "llama", "--draft", "head", *TREE, "--max-new-tokens", 24, "--view", file, "hello")
+    assert result.exit_code == 0, result.output
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
+    tokens = [token for cycle in data["cycles"] for token in cycle["tokens"]]
+    assert data["prompt"] == "hello"
+    assert len(tokens) == 24
+    assert "".join(token["text"] for token in tokens) == data["text"] == result.stdout.removesuffix("\n")
+    assert [cycle["prefill"] for cycle in data["cycles"]] == [True] + [False] * (len(data["cycles"]) - 1)
+    assert data["cycles"][-1]["tau_so_far"] == pytest.approx(data["tau"])
+    assert str(file) in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--view", "missing/view.html", "hi"), "the folder 'missing' does not exist"),
+        (("--view", "view.html", "--input", "lines.jsonl"), "--view shows one answer"),
+    ],
+)
+def test_view_that_cannot_be_written(refused: Run, arguments: tuple[str, ...], says: str) -> None:
+    """It is refused before anybody waits for an answer."""
+    assert says in refused("generate", "--target", "llama", *arguments)

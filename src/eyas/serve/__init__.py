@@ -18,6 +18,7 @@
     stream.py        server-sent events, keep-alive, clients that hang up
     errors.py, auth.py, limits.py, access.py, bodies.py
                      errors in OpenAI's form, keys, sizes, request ids and the access log, reading bodies
+    page/            the page: HTML, CSS and JavaScript modules, served as they are
     app.py           the routes; server.py: uvicorn, SIGTERM and the end of the process
 
 No module here knows trees or models: they know requests, tokens and HTTP.

@@ -16,7 +16,7 @@ from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import body_of
 from eyas.serve.limits import BodyLimit
-from eyas.serve.page import routes as page
+from eyas.serve.page.routes import router as page_router
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
@@ -57,7 +57,7 @@ def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] 
     errors.install(app)
     app.include_router(info.router(service))
     _add_generation(app, service)
-    app.include_router(page.router)
+    app.include_router(page_router)
     return app
 
 

@@ -98,7 +98,7 @@ export class Chat {
     try {
       for await (const chunk of this.server.chat(this.#body(), running.signal)) {
         const choice = chunk.choices[0];
-        if (choice) this.#add(answer, choice.delta.content ?? "", chunk.eyas);
+        if (choice) this.#add(answer, choice.delta.content ?? "", chunk.eyas?.cycle ?? null);
         finish = choice?.finish_reason ?? finish;
       }
       this.#end(answer, turn, finish, performance.now() - began);
@@ -117,15 +117,12 @@ export class Chat {
     return { model: this.model(), messages, stream: true, cycles: true, ...this.settings.body };
   }
 
-  /** A slow reader gets several cycles at once, with the text of all of them. */
-  #add(answer, text, eyas) {
-    const cycles = eyas?.cycles ?? (eyas?.cycle ? [eyas.cycle] : []);
+  #add(answer, text, cycle) {
     const scroller = getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
-    cycles.slice(0, -1).forEach((cycle) => answer.add("", cycle));
-    answer.add(text, cycles.at(-1) ?? null);
+    answer.add(text, cycle);
     if (atEnd) scroller.scrollTop = scroller.scrollHeight;
-    if (cycles.length) this.#follow(answer);
+    if (cycle) this.#follow(answer);
   }
 
   /** Show the newest cycle from time to time, until the reader chooses another one or closes the panel. */

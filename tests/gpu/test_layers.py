@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from eyas.gpu import _reference, add_norm, rotate_and_store, swiglu
+from eyas.gpu import _reference, add_norm, join_norms, quantise, rms_norm, rotate_and_store, swiglu
 
 pytest.importorskip("triton")
 from interpreted import interpreted
@@ -93,3 +93,30 @@ def test_gated_mlp(dtype: torch.dtype) -> None:
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(out, expected, rtol=3e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     assert torch.equal(swiglu(gate, up), expected)
+
+
+@DTYPES
+def test_two_norms_side_by_side(dtype: torch.dtype) -> None:
+    """Guards EAGLE-3's input: which norm is whose, and inputs that are parts of wider tensors."""
+    a, b = random(2, 3, 90, dtype=dtype)[..., :80], random(2, 3, 80, seed=1, dtype=dtype)
+    weights = random(80, seed=2, dtype=dtype), random(80, seed=3, dtype=dtype)
+    out, alone = torch.empty(2, 3, 160, dtype=dtype), torch.empty(2, 3, 80, dtype=dtype)
+    KERNELS.join_norms(a, b, *weights, 1e-5, out)
+    expected = torch.cat([_reference.rms_norm(a, weights[0], 1e-5), _reference.rms_norm(b, weights[1], 1e-5)], -1)
+    close(out, expected)
+    assert torch.equal(join_norms(a, b, *weights, 1e-5), expected)
+    KERNELS.add_norm(a, None, weights[0], 1e-5, None, alone)
+    close(alone, expected[..., :80])
+    assert torch.equal(rms_norm(a, weights[0], 1e-5), expected[..., :80])
+
+
+def test_rounding_to_fp8() -> None:
+    """Guards scales: each row's largest number is e4m3's largest, and a row of zeros stays one."""
+    x = random(5, 300, seed=1) * torch.tensor([1.0, 1e-3, 1e4, 0.0, 3.0])[:, None]
+    rounded, scale = torch.empty(5, 300, dtype=torch.float8_e4m3fn), torch.empty(5, 1)
+    KERNELS.quantise(x, rounded, scale)
+    expected, expected_scale = quantise(x)
+    torch.testing.assert_close(scale, expected_scale)
+    for found in (rounded, expected):  # the interpreter cuts off and knows no subnormal numbers, a GPU rounds
+        error = (found.float() * scale - x).abs()
+        assert bool((error <= 0.13 * x.abs() + scale * 2**-6).all())

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from eyas.nn import CacheContents, rope
+from eyas.nn import CacheContents, DraftSlots, rope
 
 __all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "commit_path", "layout_of", "slot_mask", "slot_positions"]
 
@@ -74,6 +74,10 @@ class DraftLayerCache:
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
     def contents(self) -> CacheContents | None:
+        """None: kernels do not run compiled layers."""
+        return None
+
+    def slots_for_kernels(self) -> DraftSlots | None:
         """None: kernels do not run compiled layers."""
         return None
 
@@ -251,6 +255,11 @@ class WindowCache(KVCache):
         if self.window is not None:
             return None
         return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._span.start)
+
+    def slots_for_kernels(self) -> DraftSlots:
+        """The tensors of the cache for the GPU kernels."""
+        unrotated = None if self.window is None else self.keys_values(1)[0]
+        return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(0), unrotated)
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""

@@ -125,9 +125,11 @@ class EagleMethod(Drafter):
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing, or if
+        kernels compute the layer."""
         backend = self.target.run.backend
-        return None if backend is None else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
+        by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
+        return None if backend is None or by_kernels else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm
+from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm, join_normed
 
 __all__ = ["Architecture", "Net"]
 
@@ -64,8 +64,8 @@ class Net(nn.Module):
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention [..., 2D], and the residual to which its output is added [..., D]."""
-        normed: Tensor = self.layer.hidden_norm(hidden)
-        return torch.cat([self.layer.embed_norm(embeddings), normed], dim=-1), normed if self.plan.norm_before_residual else hidden
+        joined = join_normed(self.layer.embed_norm, embeddings, self.layer.hidden_norm, hidden)
+        return joined, joined[..., embeddings.shape[-1] :] if self.plan.norm_before_residual else hidden
 
     def handed_on(self, hidden: Tensor) -> Tensor:
         """The hidden that the next step reads."""

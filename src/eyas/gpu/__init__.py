@@ -9,6 +9,9 @@ Triton is imported on a GPU only. This package knows no model and no cache. Not 
 tests on a CPU.
 """
 
-from eyas.gpu._ops import add_norm, attention, available, rotate_and_store, swiglu
+from eyas.gpu._ops import add_norm, attention, available, join_norms, quantise, rms_norm, rotate_and_store, swiglu
+from eyas.gpu._tables import RotaryTables
 
-__all__ = ["add_norm", "attention", "available", "rotate_and_store", "swiglu"]
+__all__ = [
+    "RotaryTables", "add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu",
+]  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_norm", "rotate_and_store", "swiglu"]
+__all__ = ["add_norm", "join_norms", "quantise", "rotate_and_store", "swiglu"]
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _normed(x, weight, count, eps):
 
 @triton.jit
 def _add_norm_kernel(
-    x, residual, weight, summed, normed, D, x_m, r_m, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, summed, normed, D, x_m, r_m, eps, ADDS: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = d < D
@@ -29,8 +29,30 @@ def _add_norm_kernel(
     if ADDS:
         x_D = (x_D.to(tl.float32) + tl.load(residual + token * r_m + d, mask=inside, other=0.0).to(tl.float32)).to(x_D.dtype)
     weight_D = tl.load(weight + d, mask=inside, other=0.0)
-    tl.store(summed + token * D + d, x_D, mask=inside)
+    if KEEPS:
+        tl.store(summed + token * D + d, x_D, mask=inside)
     tl.store(normed + token * D + d, _normed(x_D.to(tl.float32), weight_D, D, eps).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _join_norms_kernel(a, b, weight_a, weight_b, out, D, a_m, b_m, eps, BLOCK: tl.constexpr):
+    token, second, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    inside = d < D
+    source, weight = a + token * a_m, weight_a
+    if second:
+        source, weight = b + token * b_m, weight_b
+    x_D = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
+    normed_D = _normed(x_D, tl.load(weight + d, mask=inside, other=0.0), D, eps)
+    tl.store(out + (2 * token + second) * D + d, normed_D.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantise_kernel(x, out, scale, width, x_m, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x_I = tl.load(x + token * x_m + i, mask=i < width, other=0.0).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(x_I), 0) / LARGEST, 1e-12)
+    tl.store(scale + token, step)
+    tl.store(out + token * width + i, (x_I / step).to(out.dtype.element_ty), mask=i < width)
 
 
 @triton.jit(do_not_specialize=["Q", "first"])
@@ -107,12 +129,27 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.flatten(0, -2)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, summed: Tensor, normed: Tensor) -> None:
+def add_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, summed: Tensor | None, normed: Tensor) -> None:
+    """summed: None: only the norm is wanted."""
     x_MD, D = _flat(x), x.shape[-1]
     residual_MD = x_MD if residual is None else _flat(residual)
     _add_norm_kernel[(len(x_MD),)](
-        x_MD, residual_MD, weight_D, summed, normed, D, x_MD.stride(0), residual_MD.stride(0), eps,
-        ADDS=residual is not None, BLOCK=triton.next_power_of_2(D), num_warps=4 if D <= 2048 else 8,
+        x_MD, residual_MD, weight_D, normed if summed is None else summed, normed, D, x_MD.stride(0), residual_MD.stride(0), eps,
+        ADDS=residual is not None, KEEPS=summed is not None, BLOCK=triton.next_power_of_2(D), num_warps=4 if D <= 2048 else 8,
+    )  # fmt: skip
+
+
+def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float, out: Tensor) -> None:
+    a_MD, b_MD, D = _flat(a), _flat(b), a.shape[-1]
+    _join_norms_kernel[(len(a_MD), 2)](
+        a_MD, b_MD, weight_a, weight_b, out, D, a_MD.stride(0), b_MD.stride(0), eps, BLOCK=triton.next_power_of_2(D), num_warps=8
+    )  # fmt: skip
+
+
+def quantise(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    x_MI, width = _flat(x), x.shape[-1]
+    _quantise_kernel[(len(x_MI),)](
+        x_MI, out, scale, width, x_MI.stride(0), LARGEST=448.0, BLOCK=triton.next_power_of_2(width), num_warps=8
     )  # fmt: skip
 
 

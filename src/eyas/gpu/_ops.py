@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.gpu import _reference
 
-__all__ = ["add_norm", "attention", "available", "rotate_and_store", "swiglu"]
+__all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu"]
 
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
@@ -135,6 +135,44 @@ def _empty_normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@torch.library.custom_op("eyas::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    layer_kernels().add_norm(x, None, weight, eps, None, normed := x.new_empty(x.shape))
+    return normed
+
+
+@rms_norm.register_fake
+def _empty_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("eyas::join_norms", mutates_args=())
+def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
+    out = _empty_joined(a, b, weight_a, weight_b, eps)
+    layer_kernels().join_norms(a, b, weight_a, weight_b, eps, out)
+    return out
+
+
+@join_norms.register_fake
+def _empty_joined(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
+    return a.new_empty((*a.shape[:-1], 2 * a.shape[-1]))
+
+
+@torch.library.custom_op("eyas::quantise", mutates_args=())
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    if not available(x.device):
+        return _reference.quantise(x)
+    out, scale = _empty_quantised(x)
+    layer_kernels().quantise(x, out, scale)
+    return out, scale
+
+
+@quantise.register_fake
+def _empty_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = x.numel() // x.shape[-1]
+    return x.new_empty((tokens, x.shape[-1]), dtype=torch.float8_e4m3fn), x.new_empty((tokens, 1), dtype=torch.float32)
+
+
 @torch.library.custom_op("eyas::rotate_and_store", mutates_args=("key", "value", "unrotated"))
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, position: Tensor, length: Tensor, first: int,
@@ -183,5 +221,8 @@ _on_cpu(_attention_parts, _reference.attention_parts)
 _on_cpu(_attention_combine, lambda parts, lse, like: _reference.attention_combine(parts, lse, like.dtype))
 _on_cpu(_attention_whole, _whole)
 _on_cpu(add_norm, _reference.add_norm)
+_on_cpu(rms_norm, _reference.rms_norm)
+_on_cpu(join_norms, _reference.join_norms)
+_on_cpu(quantise, _reference.quantise)
 _on_cpu(rotate_and_store, _reference.rotate_and_store)
 _on_cpu(swiglu, _reference.swiglu)

@@ -18,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["add_norm", "attention_combine", "attention_parts", "rotate_and_store", "swiglu"]
+__all__ = [
+    "add_norm", "attention_combine", "attention_parts", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu",
+]  # fmt: skip
+
+LARGEST_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 
 def attention_parts(
@@ -83,6 +87,18 @@ def rms_norm(x: Tensor, weight_h: Tensor, eps: float) -> Tensor:
     """x / rms(x), rounded to its dtype, times the weight."""
     wide = x.float()
     return weight_h * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
+    """The norms of a and b, side by side [..., 2 D]."""
+    return torch.cat([rms_norm(a, weight_a, eps), rms_norm(b, weight_b, eps)], dim=-1)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as e4m3 [M, I], and its scale in each row, float32 [M, 1]: x = rounded * scale."""
+    x_MI = x.reshape(-1, x.shape[-1]).float()
+    scale_M1 = (x_MI.abs().amax(1, keepdim=True) / LARGEST_E4M3).clamp(min=1e-12)
+    return (x_MI / scale_M1).to(torch.float8_e4m3fn), scale_M1
 
 
 def rotate_and_store(

@@ -6,20 +6,24 @@ This package knows no method and no target.
 from eyas.nn._compiled import Backend, Compiled
 from eyas.nn._cpu_kernels import KernelLinear, with_cpu_kernels
 from eyas.nn._fp8 import FP8_CAPABILITY, Fp8Linear, fp8
+from eyas.nn._gpu_kernels import GpuLayer, with_gpu_kernels
 from eyas.nn._layers import (
     Attention,
     CacheContents,
     DecoderLayer,
     DraftCache,
+    DraftSlots,
     FusedLayer,
     Keys,
     LayerShape,
     RMSNorm,
     SwiGLU,
     grouped_attention,
+    join_normed,
     rope,
     rope_frequencies,
 )  # fmt: skip
+from eyas.nn._matrices import Fp8Matrices, Matrices
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
@@ -31,18 +35,24 @@ __all__ = [
     "DecoderLayer",
     "Documents",
     "DraftCache",
+    "DraftSlots",
     "Fp8Linear",
+    "Fp8Matrices",
     "FusedLayer",
+    "GpuLayer",
     "KernelLinear",
     "Keys",
     "LayerShape",
+    "Matrices",
     "QueryRows",
     "RMSNorm",
     "SwiGLU",
     "fp8",
     "grouped_attention",
+    "join_normed",
     "packed_attention",
     "rope",
     "rope_frequencies",
     "with_cpu_kernels",
+    "with_gpu_kernels",
 ]

@@ -42,7 +42,7 @@ def with_cpu_kernels(net: Net, form: kernels.WeightFormat, threads: kernels.Thre
     copy = deepcopy(net)
     for module in list(copy.modules()):
         if isinstance(module, RMSNorm) and not module.weight.numel() % 16:
-            module.by_kernels = True
+            module.by_kernel = kernels.rms_norm
         if isinstance(module, DecoderLayer) and FusedLayer.suits(module.attention.shape):
             module.fused = FusedLayer(module, form, threads)
         for name, child in list(module.named_children()):

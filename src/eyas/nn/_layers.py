@@ -8,7 +8,7 @@ of the cache. This module knows no method and no target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas import kernels
+from eyas import gpu, kernels
 from eyas.errors import CheckpointError
 from eyas.kernels import Pass
 from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
-    "Attention", "DecoderLayer", "DraftCache", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU", "grouped_attention", "rope",
-    "rope_frequencies",
+    "Attention", "DecoderLayer", "DraftCache", "DraftSlots", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU",
+    "grouped_attention", "join_normed", "rope", "rope_frequencies",
 ]  # fmt: skip
 
 
@@ -55,6 +55,16 @@ class CacheContents(NamedTuple):
     first_row: int  # of the R rows, in the store
 
 
+class DraftSlots(NamedTuple):
+    """A draft net's cache as the GPU kernels see it."""
+
+    length_R: Tensor  # int64; slots in use before the next nodes
+    visible_RNT: Tensor  # bool; which of the T nodes behind them each next node attends to; the next nodes are the last of the T
+    key_RKWh: Tensor
+    value_RKWh: Tensor
+    unrotated_RKWh: Tensor | None  # keys before RoPE, if the draft has a window
+
+
 class DraftCache(Protocol):
     """The interface of a cache for the keys and values of a draft net."""
 
@@ -72,6 +82,10 @@ class DraftCache(Protocol):
         """The cache's tensors for the CPU kernels, which store keys and values themselves; None for a cache that they cannot use."""
         ...
 
+    def slots_for_kernels(self) -> DraftSlots | None:
+        """The cache's tensors for the GPU kernels; None for a cache that they cannot use."""
+        ...
+
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
         """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h] each."""
         ...
@@ -80,17 +94,30 @@ class DraftCache(Protocol):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean in float32 (Zhang and Sennrich 2019)."""
 
-    by_kernels = False
+    by_kernel: Callable[[Tensor, Tensor, float], Tensor] | None = None  # (x, weight, eps) -> the norm
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, and its norm, by one GPU kernel."""
+        summed, normed = gpu.add_norm(x, residual, self.weight, self.eps)
+        return summed, normed
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.by_kernels:
-            return kernels.rms_norm(x, self.weight, self.eps)
+        if self.by_kernel is not None:
+            return self.by_kernel(x, self.weight, self.eps)
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tensor:
+    """The norms of a and b side by side, by one kernel where norms run by GPU kernels."""
+    if a_norm.by_kernel is gpu.rms_norm and a.shape == b.shape:
+        joined: Tensor = gpu.join_norms(a, b, a_norm.weight, b_norm.weight, a_norm.eps)
+        return joined
+    return torch.cat([a_norm(a), b_norm(b)], dim=-1)
 
 
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
@@ -204,6 +231,14 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
+class FusedDraftLayer(Protocol):
+    """A decoder layer computed by kernels."""
+
+    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+        """The layer's output [R, N, D]; None for a cache that the kernels cannot use."""
+        ...
+
+
 class FusedLayer:
     """A decoder layer computed by the CPU kernels, with a packed copy of its weights."""
 
@@ -275,7 +310,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.fused: FusedLayer | None = None
+        self.fused: FusedLayer | FusedDraftLayer | None = None  # kernels that compute the layer
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D] for the next nodes of the cache.

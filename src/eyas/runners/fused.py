@@ -19,18 +19,17 @@ Letters: R rows, Q new nodes, T nodes in slots, D hidden, X outputs of several m
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.core import families
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
-from eyas.gpu import add_norm, attention, available, rotate_and_store, swiglu
+from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_store, swiglu
+from eyas.nn import Matrices
 from eyas.runners._comparison import UnsuitedError, differences
 
 __all__ = ["FusedLayers", "FusedRunner", "check", "fused_layers"]
@@ -41,33 +40,6 @@ LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 CLOSE = {torch.float32: 1e-4}  # tolerance, relative to the norm of all numbers; other orders of summation change less
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
-
-
-class Matrices:
-    """Linear layers with one input.
-
-    Args:
-        joined: their weights become views of one matrix, which is multiplied at once.
-    """
-
-    def __init__(self, linears: Sequence[nn.Linear], joined: bool) -> None:
-        self.linears, self.sizes = linears, [linear.out_features for linear in linears]
-        self.weight_XD = _joined([linear.weight for linear in linears]) if joined else None
-        has_bias = linears[0].bias is not None
-        self.bias_X = _joined([linear.bias for linear in linears]) if joined and has_bias else None
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.weight_XD is None:
-            return tuple(F.linear(x, linear.weight, linear.bias) for linear in self.linears)
-        return torch.split(F.linear(x, self.weight_XD, self.bias_X), self.sizes, -1)
-
-
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all; the parameters become views of it."""
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return joined
 
 
 @dataclass(frozen=True)
@@ -106,18 +78,14 @@ class FusedLayers:
         self.norm_D, self.eps = base.norm.weight.detach(), _eps(base.norm)
         self.layers = [_layer(layer, place, windows[place], joins) for place, layer in enumerate(target.family.layers)]
         self._rotary: nn.Module = base.rotary_emb
-        self._tables: list[tuple[Tensor, Tensor]] = []  # cosines and sines [P, h / 2]; older ones are kept for graphs that read them
+        self.tables = RotaryTables(self._cosines, target.context)
 
-    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of at least this many positions, by the model's own rotary module."""
-        known = len(self._tables[-1][0]) if self._tables else 0
-        if positions > known:
-            count = max(positions, min(self.target.context, max(2 * known, 4096)))
-            like = torch.empty(1, 1, 1, dtype=self.target.dtype, device=self.target.device)
-            cosine, sine = self._rotary(like, torch.arange(count, device=self.target.device)[None])
-            half = cosine.shape[-1] // 2
-            self._tables.append((cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()))
-        return self._tables[-1]
+    def _cosines(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, h / 2] by the model's own rotary module."""
+        like = torch.empty(1, 1, 1, dtype=self.target.dtype, device=self.target.device)
+        cosine, sine = self._rotary(like, torch.arange(positions, device=self.target.device)[None])
+        half = cosine.shape[-1] // 2
+        return cosine[0, :, :half], sine[0, :, :half]
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target, features = self.target, dict[int, Tensor]()

@@ -26,14 +26,16 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
-from eyas.core.ops import REFERENCE
+from eyas.core.ops import REFERENCE, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
+from eyas.gpu import available
 from eyas.kernels import EXACT
 from eyas.nn import Backend
 from eyas.runners.attention import packed
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.fused import FusedLayers, fused_layers
+from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.recording import BUCKET, CycleReplay, State
 
 __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
@@ -199,19 +201,21 @@ class GraphRunner:
         capture: makes the recordings; None: `CudaCapture`.
         compiled: the model's layers by torch.compile; None: they are not compiled.
         fused: the model's layers by few kernels; None: they run by the model's own code.
+        ops: the operations around the forward; None: by kernels where there are any for the device.
     """
 
     form = EXACT
     threads: int | None = None
-    ops = REFERENCE
     records_cycles = True
 
     def __init__(
-        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: FusedLayers | None = None
-    ) -> None:
+        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: FusedLayers | None = None,
+        ops: Ops | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self.fused = fused
+        self.ops: Ops = ops or (GpuOps() if available(target.device) else REFERENCE)
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = OrderedDict()
         self._within_cycle = False  # a cycle is being recorded: the forward in it is not a graph of its own
 

@@ -1,0 +1,80 @@
+"""A copy of a draft net whose layers run by the GPU kernels: thirteen kernels a layer, where torch launches fifty.
+
+The copy shares the net's parameters. Matrices with one input become views of a common one (`Matrices`), or are rounded to fp8. A net in
+training is never converted. Not yet run on a GPU.
+Letters: R rows, N nodes, D hidden, X inputs of attention, K key-value heads, W slots, h head size.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from eyas.gpu import RotaryTables, attention, rms_norm, rotate_and_store, swiglu
+from eyas.nn._fp8 import Fp8Linear
+from eyas.nn._layers import DecoderLayer, DraftCache, RMSNorm
+from eyas.nn._matrices import Fp8Matrices, Matrices
+
+__all__ = ["GpuLayer", "with_gpu_kernels"]
+
+Net = TypeVar("Net", bound=nn.Module)
+MOST_POSITIONS = 2**30  # tables grow with the text
+
+
+class GpuLayer:
+    """A draft net's decoder layer by GPU kernels."""
+
+    def __init__(self, layer: DecoderLayer, rounds: bool) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        self.shape = attention.shape
+
+        def matrices(*linears: nn.Linear) -> Matrices | Fp8Matrices:
+            return Fp8Matrices(linears) if rounds and Fp8Matrices.suits(linears) else Matrices(linears, joined=True)
+
+        self.qkv, self.output = matrices(attention.q, attention.k, attention.v), matrices(attention.o)
+        self.gate_up, self.down = matrices(mlp.gate, mlp.up), matrices(mlp.down)
+        self.mlp_norm = layer.mlp_norm
+        self.tables = RotaryTables(self._cosines, MOST_POSITIONS)
+        self._frequency_h = attention.frequency(attention.q.weight.device)
+
+    def _cosines(self, positions: int) -> tuple[Tensor, Tensor]:
+        angle = torch.arange(positions, device=self._frequency_h.device)[:, None].float() * self._frequency_h
+        return angle.cos(), angle.sin()
+
+    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+        """The layer's output [R, N, D]; None for a cache that does not show its slots."""
+        if (slots := cache.slots_for_kernels()) is None:
+            return None
+        N, T, h = position_RN.shape[1], slots.visible_RNT.shape[2], self.shape.head_dim
+        q_RNHh = rotate_and_store(
+            *self.qkv(input_RNX), *self.tables(cache.width), position_RN, slots.length_R, T - N, slots.key_RKWh, slots.value_RKWh,
+            None, None, 0.0, slots.unrotated_RKWh,
+        )  # fmt: skip
+        seen = slice(0, cache.width)
+        attended_RNHh = attention(
+            q_RNHh, slots.key_RKWh[:, :, seen], slots.value_RKWh[:, :, seen], slots.length_R, slots.visible_RNT, position_RN, h**-0.5
+        )  # fmt: skip
+        hidden_RND, normed_RND = self.mlp_norm.add(self.output(attended_RNHh.flatten(2))[0], residual_RND)
+        return hidden_RND + self.down(swiglu(*self.gate_up(normed_RND)))[0]
+
+
+@torch.no_grad()
+def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
+    """A copy of the net that computes with the kernels.
+
+    Args:
+        draft_weights: "exact", or "fp8": rounded, which changes what is drafted, never the output text.
+    """
+    copy, rounds = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())}), draft_weights == "fp8"
+    for module in list(copy.modules()):
+        if isinstance(module, RMSNorm):
+            module.by_kernel = rms_norm
+        if isinstance(module, DecoderLayer):
+            module.fused = GpuLayer(module, rounds)
+        for name, child in list(module.named_children()):
+            if rounds and type(child) is nn.Linear and Fp8Matrices.suits([child]):
+                setattr(module, name, Fp8Linear(child))
+    return copy

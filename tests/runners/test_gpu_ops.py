@@ -1,0 +1,71 @@
+"""The operations around the target's forward by GPU kernels: the same trees, draws and texts as by the reference.
+
+On a CPU the kernels' references run in their place (tests/gpu has the kernels themselves).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zoo
+from eyas import drafters, kernels
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.ops import REFERENCE, Ops
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.nn import Fp8Linear
+from eyas.runners.fused import FusedLayers
+from eyas.runners.gpu_ops import GpuOps
+from eyas.runners.graphs import GraphRunner
+from fake_graphs import captured_without_gpu
+from reference import plain_decode, run
+from test_lossless import OPTIONS
+
+Drawn = list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: False)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+
+
+def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact") -> tuple[list[list[int]], Drawn, Decoder]:
+    """Texts; tokens and parents of every tree; the decoder."""
+    target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)
+    target.draft_weights = draft_weights
+    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
+    drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+    tokens, steps = run(decoder := Decoder(drafter.target, drafter, 2), requests)
+    drafts = [(s.draft, s.row) for s in steps if s.draft is not None]
+    trees = [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafts]
+    return [list(t) for t in tokens], trees, decoder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "hydra", "medusa", "suffix"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
+    """Guards drafts by kernels: their slots, positions, windows and norms; draws, paths and commits."""
+    requests = [Request(prompt(n), 20, Sampling(temperature, seed=n)) for n in (7, 60, 30)]
+    by_torch, by_kernels = (decoded(name, ops, requests)[:2] for ops in (REFERENCE, GpuOps()))
+    assert by_kernels == by_torch
+    if not temperature or name not in ("eagle1",):
+        assert by_kernels[0] == [plain_decode(zoo.FAMILIES["llama"](), request) for request in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra"])
+def test_drafts_in_fp8(name: str) -> None:
+    """Guards rounded drafts: other guesses, the same text."""
+    requests = [Request(prompt(n), 20, Sampling()) for n in (7, 30)]
+    (text, trees, _), (rounded_text, rounded_trees, decoder) = (decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8"))
+    assert rounded_text == text
+    assert rounded_trees != trees
+    net = decoder.drafter.drafter.decoding_net  # type: ignore[attr-defined]
+    assert any(isinstance(module, Fp8Linear) for module in net.modules())

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from curves import curve
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.dormant import Policy
+from eyas.core.dormant import Policy
 from eyas.core.drafter import Shape
 from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller
 

@@ -14,7 +14,7 @@ import torch
 from curves import LIMIT, curve, drafted
 from eyas.adaptive import AdaptiveController
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.dormant import Decision, Policy
+from eyas.core.dormant import Decision, Policy
 from eyas.core.drafter import CycleInput, Shape
 from eyas.core.requests import Step
 from eyas.core.sampling import GumbelNoise, Sampling

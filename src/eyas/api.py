@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, runners, tiny
 from eyas.adaptive import auto, mode_of
-from eyas.adaptive.dormant import Policy, adapted
 from eyas.arguments import (
     GenerateKeywords,
     Messages,
@@ -35,6 +34,7 @@ from eyas.arguments import (
     whole_number,
     with_generate_keywords,
 )
+from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, build_options, flags, method_name
 from eyas.core.engine import Decoder, Request, Step, keeps_well
 from eyas.core.pretrained import check_config, read_tokenizer

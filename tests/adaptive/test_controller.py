@@ -12,7 +12,7 @@ from curves import LIMIT, curve
 from eyas.adaptive import AdaptiveController
 from eyas.adaptive.controller import EXPLORE, SETTLE
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.dormant import Decision
+from eyas.core.dormant import Decision
 from eyas.core.drafter import Shape
 from eyas.core.sampling import Sampling
 from simulated import FALLBACK, FLAT, Course, FixedPolicy, SimulatedMachine, controller, cycle_of

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from core.test_verify import TOLERANCE, Cut, ToyModels, check_exact, drawn_cycle, law_of
-from eyas.adaptive.dormant import _without_drafts
+from eyas.core.dormant import _without_drafts
+from eyas.core.row_drafts import limited
 from eyas.core.tree import Draft, Tree
 
 
@@ -38,6 +39,19 @@ def by_the_past(world: ToyModels) -> Cut:
         return _without_drafts(draft, frozenset((start_B % 2).nonzero()[:, 0].tolist()))
 
     return cut
+
+
+def by_its_place(world: ToyModels) -> Cut:
+    """The limit of a request (`Request.draft`), of about every other prefix: at most two nodes."""
+    return lambda start_B, draft: limited(draft, [2 if start % 2 else None for start in start_B.tolist()])
+
+
+@pytest.mark.parametrize("name", ["chain", "pair", "binary"])
+def test_a_limit_of_nodes_keeps_the_law(name: str) -> None:
+    """Bug: `limited` looks at what was drawn. No odds: every event is weighed."""
+    depth, vocab = {"chain": 3, "pair": 1, "binary": 2}[name], 3
+    world = ToyModels(vocab, depth + 3)
+    check_exact(world, drawn_cycle(name, cut=by_its_place(world)), depth + 2, 2)
 
 
 @pytest.mark.parametrize("name", ["chain", "pair", "binary"])

@@ -9,10 +9,10 @@ import torch
 
 import zoo
 from eyas import drafters, kernels
-from eyas.adaptive.dormant import Decision
 from eyas.bench import cost
 from eyas.bench.cost import Need
 from eyas.bench.profile import bound, cycles_of, trace_names
+from eyas.core.dormant import Decision
 from eyas.core.engine import Step
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.adaptive.dormant import Decision, adapted
 from eyas.core.cache import KVCache
+from eyas.core.dormant import Decision, adapted
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import ForwardInput, Target

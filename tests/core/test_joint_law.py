@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput
+from eyas.core.row_drafts import limited
 from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.tree import Draft, chain_choices, merge
+from eyas.core.tree import Draft, Tree, chain_choices, merge
 from eyas.core.verify import verify
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 
@@ -84,6 +86,25 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
     return rule(cycle, state_B)
 
 
+def at_most(rule: Rule, most: int) -> Rule:
+    """The shipped limit of nodes in every second row; the others have the whole tree."""
+    limits = [most if row % 2 else None for row in range(ROWS)]
+    return lambda cycle, state_B: limited(rule(cycle, state_B), limits)
+
+
+def with_predictions(rule: Rule) -> Rule:
+    """Every third row has a chain of the tokens 0 1 beside its sampled tree, and is verified as chosen; the others as sampled."""
+
+    def draft(cycle: CycleInput, state_B: Tensor) -> Draft:
+        sampled, chosen_B = rule(cycle, state_B), torch.arange(ROWS) % 3 == 0
+        tokens_BM = torch.stack([cycle.tokens_B, torch.zeros_like(state_B), torch.ones_like(state_B)], dim=1)
+        candidate_BM = chosen_B[:, None] | (torch.arange(3) == 0)
+        chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(ROWS, -1), 2, candidate_BM), tokens_BM)
+        return replace(merge(sampled, chain), q_BNV=sampled.q_BNV, block=sampled.block, chosen_B=chosen_B)
+
+    return draft
+
+
 RULES: dict[str, Rule] = {
     "block": static(chain_choices(4), block=True),
     "token by token": static(chain_choices(4)),
@@ -92,6 +113,11 @@ RULES: dict[str, Rule] = {
     "dynamic tree": dynamic,
     "merged trees": merged,
     "block and tree": alternating,
+    "limited tree": at_most(static(BUSHY), 3),
+    "limited block": at_most(static(chain_choices(4), block=True), 2),
+    "limited confident chain": at_most(static(chain_choices(4), confidence=CONFIDENCE), 2),
+    "predictions beside a tree": with_predictions(static(BUSHY)),
+    "predictions beside a block": with_predictions(static(chain_choices(4), block=True)),
 }
 
 

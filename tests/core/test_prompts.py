@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import zoo
-from adaptive.test_dormant import Chance, right_now_and_then, suffix
+from core.test_dormant import Chance, right_now_and_then, suffix
 from eyas import drafters
-from eyas.adaptive.dormant import adapted
 from eyas.core.cache import common_prefix
+from eyas.core.dormant import adapted
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.prompts import OLDEST_EVERY
 from eyas.core.sampling import Sampling

@@ -178,8 +178,9 @@ def test_nothing_to_say(name: str) -> None:
 
 def check_texts(decoder: Decoder) -> None:
     """Each row's index holds its committed tokens: all but the root."""
-    assert isinstance(decoder.drafter, TextSession)
-    for index, row in zip(decoder.drafter.rows, decoder.rows, strict=True):
+    session = decoder.drafter.session.session
+    assert isinstance(session, TextSession)
+    for index, row in zip(session.rows, decoder.rows, strict=True):
         assert row is None or index.tokens == row.tokens[:-1]
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from eyas import drafters, kernels
-from eyas.adaptive.dormant import Decision, Policy, adapted
 from eyas.bench.simulate import simulated
 from eyas.core.cache import ALIGNED, KVCache
+from eyas.core.dormant import Decision, Policy, adapted
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling

@@ -3,8 +3,7 @@
 cost.py        seconds of target passes and drafts on this machine, measured once and kept
 goodput.py     accepted tokens that a tree of any size is expected to yield, and the size with the most tokens a second
 bandit.py      which way of decoding makes most tokens a second, found out at a bounded cost
-controller.py  the policy of the Decoder, made of these three
-dormant.py     a draft session that may be left out of cycles and reads later what it missed
+controller.py  the policy (core/dormant.py) of the Decoder, made of these three
 """
 
 from __future__ import annotations

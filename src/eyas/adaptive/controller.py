@@ -27,8 +27,8 @@ import numpy as np
 from eyas.adaptive import cost
 from eyas.adaptive.bandit import Arm, Bandit
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.dormant import Decision
 from eyas.adaptive.goodput import Acceptance, Array, Plan, best
+from eyas.core.dormant import Decision
 from eyas.core.drafter import CycleInput, Drafter, Shape, build_options, method_name
 from eyas.core.requests import Step
 from eyas.core.target import Target
@@ -94,10 +94,11 @@ class AdaptiveController:
         self._costs: Costs | None = None
         self._seconds: dict[int, Array] = {}
         self._states: dict[int, BatchState] = {}
+        self._limits: tuple[int | None, ...] = ()  # of the current cycle's rows: `CycleInput.draft_limits`
 
     def decide(self, cycle_input: CycleInput) -> Decision:
         """The decision about the cycle that begins with this input."""
-        rows = cycle_input.active_rows
+        rows, self._limits = cycle_input.active_rows, cycle_input.draft_limits
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(why=SAMPLED)
         state = self._state(len(rows))
@@ -163,6 +164,8 @@ class AdaptiveController:
         """Shows one row's tree to `Acceptance`. Read after the cycle's one transfer, so nothing waits for it."""
         draft, shape = step.draft, _decision(step).shape
         if self.acceptance is None or shape is None or draft is None or draft.value_BN is None:
+            return
+        if self._limits and self._limits[step.row] is not None:  # some of its nodes could not be accepted
             return
         row, full = step.row, draft.drafted
         tree = draft.tree.parents_BN[row].tolist(), draft.value_BN[row].tolist()

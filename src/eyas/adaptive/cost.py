@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.adaptive.dormant import AdaptiveDrafter, Decision, Policy
+from eyas.core.dormant import AdaptiveDrafter, Decision, Policy
 from eyas.core.drafter import method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps

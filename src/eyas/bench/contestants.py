@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from eyas.adaptive.dormant import Policy, adapted
 from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
+from eyas.core.dormant import Policy, adapted
 from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, keeps_well
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling

@@ -28,12 +28,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from eyas.adaptive.cost import LEVELS, draft_cost
-from eyas.adaptive.dormant import Decision
 from eyas.bench import cost
 from eyas.bench.contestants import Drafting
 from eyas.bench.cost import Need
 from eyas.bench.rows import stage_ms
 from eyas.bench.run import Bench
+from eyas.core.dormant import Decision
 from eyas.core.engine import Request, StageTimer, Step
 from eyas.drafters import Drafter
 from eyas.files import write_atomically

@@ -114,7 +114,7 @@ class DraftSession(ABC):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         """Read the next chunk of the row's prompt.
 
-        Also called with text that was decoded while this session did not draft (`adaptive.dormant`). The chunk then begins with the root
+        Also called with text that was decoded while this session did not draft (`core.dormant`). The chunk then begins with the root
         that followed the last `commit`.
 
         Args:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner, Verify
-from eyas.core.drafter import CycleInput, Drafter, DraftSession
+from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Prompt, PromptReader
 from eyas.core.requests import Request, Step
+from eyas.core.row_drafts import RowDrafts, check_draft
 from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end, token_history
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
@@ -51,7 +52,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.model, self.watch, self.timer = target, watch, timer or StageTimer
         self.target = target.open(rows, drafter.feature_layers)
-        self.drafter: DraftSession = drafter.open(rows)
+        self.drafter = RowDrafts(drafter, rows)
         self.cycle = CycleRunner(self.target, self.drafter, verify)
         if watch is None and timer is None:
             self.cycle = target.run.wrap_cycle(self.cycle)
@@ -75,6 +76,7 @@ class Decoder:
             raise InputError(f"token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
+        check_draft(request, vocab)
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)
@@ -97,7 +99,7 @@ class Decoder:
         timer = self.timer()
         roots = self._cycle_input()
         cycle = self.cycle(roots, timer)
-        steps = self._emit(cycle, range(len(self.rows)), timer)
+        steps = self.drafter.count_predicted(self._emit(cycle, range(len(self.rows)), timer))
         self.drafter.observe(steps)
         if self.watch is not None:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)

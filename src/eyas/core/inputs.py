@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from eyas.core.constraints import Constraint
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
 __all__ = ["CycleInput", "Shape"]
@@ -41,4 +42,7 @@ class CycleInput:
     processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
     eos: tuple[frozenset[int], ...] = ()  # EOS ids of each row; no token after one is emitted
     remaining: tuple[int, ...] = ()  # tokens that each row may still emit
+    draft_limits: tuple[int | None, ...] = ()  # most candidates below each row's root; None: no limit; () if no row has one
+    predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
+    constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
     tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

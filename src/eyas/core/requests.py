@@ -38,6 +38,13 @@ class Request:
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
     constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
+    draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
+    prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
+
+    @property
+    def draft_limit(self) -> int | None:
+        """Most candidates below the root; None: no limit."""
+        return None if self.draft == "auto" else 0 if self.draft == "off" else int(self.draft)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Step:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt's tokens, in the prefill step; None for the first one
     trace: Trace | None = None  # of the cycle, if the request asks for it
+    predicted: int = 0  # how many of the accepted draft tokens `Request.prediction` proposed
     cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.core.constraints import Constraint
 from eyas.core.cycle import Cycle, verified
 from eyas.core.drafter import CycleInput
 from eyas.core.requests import Request, Step, code_of_request
@@ -90,6 +91,9 @@ class RowSettings:
     active_rows: tuple[int, ...]
     processors: tuple[tuple[Processor, ...], ...]  # () if no row has any
     eos: tuple[frozenset[int], ...]
+    draft_limits: tuple[int | None, ...]  # () if no row has any
+    predictions: tuple[tuple[int, ...], ...]  # () if no row has any
+    constraints: tuple[Constraint | None, ...]  # () if no row has any
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -101,6 +105,9 @@ class RowSettings:
         default = next(row for row in rows if row).request.sampling
         sampling = tuple(row.request.sampling if row else default for row in rows)
         processors = tuple(row.request.processors if row else () for row in rows)
+        limits = tuple(row.request.draft_limit if row else None for row in rows)
+        predictions = tuple(row.request.prediction if row else () for row in rows)
+        constraints = tuple(row.request.constraint if row else None for row in rows)
         return cls(
             sampling=sampling,
             noise=target.run.ops.noise(sampling, target.device),
@@ -108,6 +115,9 @@ class RowSettings:
             active_rows=tuple(b for b, row in enumerate(rows) if row),
             processors=processors if any(processors) else (),
             eos=tuple(row.request.eos if row else frozenset() for row in rows),
+            draft_limits=limits if any(limit is not None for limit in limits) else (),
+            predictions=predictions if any(predictions) else (),
+            constraints=constraints if any(constraint is not None for constraint in constraints) else (),
         )
 
 
@@ -126,6 +136,9 @@ def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Ten
         processors=settings.processors,
         eos=settings.eos,
         remaining=tuple(row.remaining if row else 0 for row in rows),
+        draft_limits=settings.draft_limits,
+        predictions=settings.predictions,
+        constraints=settings.constraints,
     )
 
 

@@ -30,7 +30,19 @@ from torch import Tensor
 
 from eyas.errors import OptionError
 
-__all__ = ["Choices", "Draft", "FullDraft", "TargetOutput", "Tree", "Verdict", "chain_choices", "check_choices", "matching_nodes", "merge"]
+__all__ = [
+    "Choices",
+    "Draft",
+    "FullDraft",
+    "TargetOutput",
+    "Tree",
+    "Verdict",
+    "chain_choices",
+    "check_choices",
+    "matching_nodes",
+    "merge",
+    "unite",
+]
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,12 @@ class Tree:
         parents_BN, candidate_BN, depth_BN = (x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN))
         return Tree(parents_BN, candidate_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
 
+    def first(self, nodes: int) -> Tree:
+        """The trees of the first nodes."""
+        part = slice(nodes)
+        mask_BNN = self.mask_BNN[:, part, part]
+        return Tree(self.parents_BN[:, part], self.candidate_BN[:, part], self.depth_BN[:, part], mask_BNN, self.max_depth)
+
     def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
         """bool [B, N, V]: which tokens occur in the text up to and including each node: in `history_BV`, in its ancestors or in itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
@@ -106,12 +124,14 @@ class Draft:
     tokens_BN: Tensor  # int64; column 0 holds the root
     score_BN: Tensor | None = None  # float32; log q(node | parent), EAGLE-2's confidence; 0 at the root; None: the drafter has no q
     q_BNV: Tensor | None = None  # float32; at node n the draft's distribution (after `apply_sampling`) from which the children of n
-    # were drawn without replacement, in node order; None: the children were chosen, not drawn
+    # were drawn without replacement, in node order; None: the children were chosen, not drawn. [B, n, V]: only the first n nodes are such
+    # a tree; the others are candidates in rows of `chosen_B` only
     block: bool = False  # with q_BNV: the tree is one chain, and block verification applies (`core.verify`)
     value_BN: Tensor | None = (
         None  # float32; log of EAGLE-2's value: the estimate that the path to the node is accepted; dynamic trees only
     )
     drafted: FullDraft | None = None  # the nodes among which a dynamic tree keeps those of the highest values
+    chosen_B: Tensor | None = None  # bool; with q_BNV: rows whose trees are verified as chosen nevertheless; None: greedy rows only
 
 
 @dataclass(frozen=True)
@@ -178,6 +198,20 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
         join(draft.tree.candidate_BN, other.tree.candidate_BN & (match_BM < 0)),
     )
     return Draft(tree, join(draft.tokens_BN, other.tokens_BN), scores)
+
+
+def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """(parents, tokens) of the trie of chains, in order; parent -1 is the root."""
+    parents, tokens, known = list[int](), list[int](), dict[tuple[int, int], int]()
+    for chain in chains:
+        at = -1
+        for token in chain:
+            if (at, token) not in known:
+                known[at, token] = len(tokens)
+                parents.append(at)
+                tokens.append(token)
+            at = known[at, token]
+    return parents, tokens
 
 
 Choices = tuple[tuple[int, ...], ...]  # a static tree: the path to each node, as ranks among siblings; (0, 1) is the second child of

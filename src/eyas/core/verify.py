@@ -22,7 +22,7 @@ in expectation never fewer tokens than with the test of each token above):
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows are verified as chosen trees, whatever the other rows of the batch do.
+Greedy rows, and rows of `Draft.chosen_B`, are verified as chosen trees, whatever the other rows of the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
 
@@ -32,6 +32,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eyas.core.ops import REFERENCE, Ops, accepted_nodes, check_siblings, verdict_of
 from eyas.core.sampling import GumbelNoise
@@ -58,9 +59,14 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
     verify_drawn = _verify_block if draft.block else _verify_by_rejection
-    sampled_accepted_BN, sampled_bonus_B = verify_drawn(draft, draft.q_BNV, scores_BNV, position_B, noise)
-    accepted_BN = torch.where(noise.greedy_B[:, None], accepted_BN, sampled_accepted_BN)
-    bonus_B = torch.where(noise.greedy_B, bonus_B, sampled_bonus_B)
+    drawn, sampled = draft.q_BNV.shape[1], draft
+    if drawn < tree.nodes:
+        sampled = replace(draft, tree=tree.first(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
+    sampled_accepted_BN, sampled_bonus_B = verify_drawn(sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise)
+    sampled_accepted_BN = pad(sampled_accepted_BN, (0, tree.nodes - drawn))
+    chosen_B = noise.greedy_B if draft.chosen_B is None else noise.greedy_B | draft.chosen_B
+    accepted_BN = torch.where(chosen_B[:, None], accepted_BN, sampled_accepted_BN)
+    bonus_B = torch.where(chosen_B, bonus_B, sampled_bonus_B)
     return verdict_of(tree, draft.tokens_BN, accepted_BN, bonus_B)
 
 

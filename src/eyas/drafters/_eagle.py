@@ -229,6 +229,8 @@ class EagleSession(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         if self.drafter.samples_children and not cycle_input.noise.all_greedy:  # verification of drawn children reads values on the host
             return None
+        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:  # behind a path that another drafted, deeper than this tree
+            return None
         max_tree, length = self.drafter.max_tree, cycle_input.max_position
         if self.window:
             if max(self.bound) > sum(self.window):  # a prompt that was read without cropping fills more slots than a window has

@@ -5,7 +5,7 @@
     suffix   0 --- 1:a --- 2:b --- 3:d                (4, 5: padding)                            (4, 5: padding)
 
 Each session sees the cycle with its own nodes first, numbered as it numbered them. The other's nodes come
-behind, and the accepted path may end on them.
+behind, then those that neither has drafted (`core/row_drafts.py`), and the accepted path may end on any of them.
 
 This module knows no method. Letters: B rows, N nodes of the first tree, M of the second, F feature width,
 P path, T tokens.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, method_name
-from eyas.core.tree import Draft, TargetOutput, Verdict, matching_nodes, merge
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, matching_nodes, merge
 
 __all__ = ["Merged"]
 
@@ -90,12 +90,13 @@ class Session(DraftSession):
         first, second = self.drafts
         first_features, second_features = (_take(output.features_BNF, columns, self.width) for columns in self.columns)
         self.first.commit(draft, verdict, replace(output, features_BNF=first_features))
-        N = first.tree.nodes
+        N, both = first.tree.nodes, first.tree.nodes + second.tree.nodes - 1  # behind both may be nodes that neither has drafted
         match_BN = _inverse(self.match_BM, N)
-        path_BP = _renumber(match_BN, second.tree.nodes).gather(1, verdict.path_BP.clamp(min=0))
-        path_BP = torch.where(verdict.path_BP < 0, -1, path_BP)
-        reordered = (torch.cat([x[:, :1], x[:, N:], x[:, 1:N]], dim=1) for x in (output.logits_BNV, second_features))
-        self.second.commit(merge(second, first, match_BN), replace(verdict, path_BP=path_BP), TargetOutput(*reordered))
+        number_BX = _renumber(match_BN, second.tree.nodes, draft.tree.nodes - both)
+        path_BP = torch.where(verdict.path_BP < 0, -1, number_BX.gather(1, verdict.path_BP.clamp(min=0)))
+        reordered = (torch.cat([x[:, :1], x[:, N:both], x[:, 1:N], x[:, both:]], 1) for x in (output.logits_BNV, second_features))
+        seen = _with_others(merge(second, first, match_BN), draft, number_BX)
+        self.second.commit(seen, replace(verdict, path_BP=path_BP), TargetOutput(*reordered))
 
     def end(self, row: int) -> None:
         for session in (self.first, self.second):
@@ -113,12 +114,25 @@ def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
     return inverse_BN.scatter(1, torch.where(match_BM < 0, nodes, match_BM), number_BM)[:, :nodes]
 
 
-def _renumber(match_BN: Tensor, nodes: int) -> Tensor:
-    """int64: the merged tree's nodes as numbered by the second session, whose tree has `nodes` nodes."""
-    order_N = torch.arange(match_BN.shape[1], device=match_BN.device)
+def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
+    """int64: the nodes of both trees, and `others` behind them, as numbered by the second session, whose tree has `nodes` nodes."""
+    B, N = match_BN.shape
+    order_N = torch.arange(N, device=match_BN.device)
     first_BN = torch.where(match_BN >= 0, match_BN, nodes - 1 + order_N)  # the root matches the root
-    second_BM = torch.arange(1, nodes, device=match_BN.device).expand(len(match_BN), -1)
-    return torch.cat([first_BN, second_BM], dim=1)
+    second_BM = torch.arange(1, nodes, device=match_BN.device).expand(B, -1)
+    last_BX = torch.arange(N + nodes - 1, N + nodes - 1 + others, device=match_BN.device).expand(B, -1)
+    return torch.cat([first_BN, second_BM, last_BX], dim=1)
+
+
+def _with_others(seen: Draft, draft: Draft, number_BX: Tensor) -> Draft:
+    """The two merged trees as the second session sees them, and the nodes of `draft` that neither session has drafted."""
+    both = seen.tree.nodes
+    if draft.tree.nodes == both:
+        return seen
+    parents_BX = torch.cat([seen.tree.parents_BN, number_BX.gather(1, draft.tree.parents_BN[:, both:])], dim=1)
+    candidate_BX = torch.cat([seen.tree.candidate_BN, draft.tree.candidate_BN[:, both:]], dim=1)
+    tokens_BX = torch.cat([seen.tokens_BN, draft.tokens_BN[:, both:]], dim=1)
+    return Draft(Tree.build(parents_BX, draft.tree.max_depth, candidate_BX), tokens_BX)
 
 
 def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:

@@ -31,7 +31,7 @@ Letters: B rows, N nodes, W columns, V vocabulary, T tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
 from eyas.core.sampling import apply_sampling_rows
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, unite
 from eyas.drafters._options import check_whole
 
 __all__ = ["Lookahead", "Method", "Pool"]
@@ -102,20 +102,6 @@ class Pool:
     def after(self, token: int) -> list[tuple[int, ...]]:
         """The rests of the n-grams that begin with the token, the newest first."""
         return list(reversed(self._after.get(token, {})))
-
-
-def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """(parents, tokens) of the trie of chains, in order; parent -1 is the root."""
-    parents, tokens, known = list[int](), list[int](), dict[tuple[int, int], int]()
-    for chain in chains:
-        at = -1
-        for token in chain:
-            if (at, token) not in known:
-                known[at, token] = len(tokens)
-                parents.append(at)
-                tokens.append(token)
-            at = known[at, token]
-    return parents, tokens
 
 
 @dataclass

@@ -6,8 +6,8 @@ import threading
 
 from eyas import checkpoints, drafters, tiny
 from eyas.adaptive import auto
-from eyas.adaptive.dormant import Policy, adapted
 from eyas.api import LLM
+from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, build_options
 from eyas.errors import OptionError
 

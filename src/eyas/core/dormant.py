@@ -1,4 +1,4 @@
-"""An adaptive drafter: before each cycle a policy decides whether its method drafts, and with which tree.
+"""Drafting that may pause: before each cycle a policy, or the requests themselves, decide whether a method drafts, and with which tree.
 
     decision              all active rows plain    a fallback drafts        some rows plain, or none
     tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
@@ -8,6 +8,9 @@ While the method's session is dormant, accepted tokens and their features are st
 Before the session drafts again, or when a new prompt shares a prefix with its text (`keep`), it reads the stored tokens with
 `prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once. So memory is bounded, and later
 drafts are the same as without the pause.
+
+A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy says; the policy is not asked about
+cycles in which all rows are plain for that reason.
 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs nothing while it does not draft.
 
@@ -28,8 +31,9 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Sha
 from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
-__all__ = ["WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "adapted"]
+__all__ = ["OFF", "WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "adapted"]
 
+OFF = "off"  # why a cycle is plain: no request in it wants drafts
 WAITING = 512  # places for tokens that are stored for a row, at most
 
 
@@ -54,6 +58,9 @@ class Decision:
         if self.fallback is not None:
             return method_name(self.fallback)
         return "fixed" if self.shape is None else "/".join(map(str, self.shape))
+
+
+FIXED = Decision()
 
 
 class Policy(Protocol):
@@ -89,7 +96,7 @@ class AdaptiveDrafter(Drafter):
         return self.drafter.parts or (self.drafter,)
 
     def open(self, rows: int) -> DraftSession:
-        return DormantSession(self.drafter.open(rows), rows, self.policy)
+        return DormantSession(self.drafter.open(rows), rows, self.policy, self.drafter.max_tree)
 
     def describe(self) -> dict[str, object]:
         return self.drafter.describe()
@@ -127,11 +134,18 @@ class _Missed:
 
 
 class DormantSession(DraftSession):
-    """Wraps a method's session: asks the policy before every cycle, and stores what the session misses while it is dormant."""
+    """A session of a method, and what that session misses while it is dormant.
 
-    def __init__(self, session: DraftSession, rows: int, policy: Policy) -> None:
-        self.session, self.rows, self.policy = session, rows, policy
-        self.decision: Decision | None = None  # about the current cycle
+    Args:
+        policy: decides about every cycle; None: the method drafts with its own options for all rows that want drafts.
+        max_tree: `Drafter.max_tree` of the method.
+    """
+
+    def __init__(self, session: DraftSession, rows: int, policy: Policy | None, max_tree: Shape | None) -> None:
+        self.session, self.rows, self.policy, self.max_tree = session, rows, policy, max_tree
+        self.decision: Decision | None = None  # about the current cycle; None: the method drafts with its own options
+        self.asked: Decision | None = None  # the policy's decision about the current cycle
+        self.decided = self.all_off = False  # whether there is a decision; whether it is that no row wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
         self.dormant_input: CycleInput | None = None  # of the current cycle, if the session is dormant in it
@@ -139,20 +153,41 @@ class DormantSession(DraftSession):
         self.active_rows: set[int] = set()
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
-        """The decision about the current cycle; the policy is asked once, by `capturable` or by `draft`."""
-        if self.decision is None:
-            self.active_rows = set(cycle_input.active_rows)
-            self.decision = self.policy.decide(cycle_input)
-        return self.decision
+        """The decision about the current cycle, made once, by `capturable` or by `draft`."""
+        if not self.decided:
+            self.decided, self.active_rows = True, set(cycle_input.active_rows)
+            limits = cycle_input.draft_limits
+            off = frozenset(row for row in cycle_input.active_rows if limits[row] == 0) if limits else frozenset()
+            self.all_off = bool(off) and off.issuperset(self.active_rows)
+            if self.all_off:
+                self.decision = Decision(plain=off, why=OFF)
+            else:
+                self.asked = self.decision = self.policy.decide(cycle_input) if self.policy is not None else None
+                shape = self._limited_shape(cycle_input)
+                if off or shape is not None:
+                    asked = self.asked or Decision()
+                    self.decision = replace(asked, plain=asked.plain | off, shape=shape or asked.shape)
+        return self.decision or FIXED
 
-    def observe(self, steps: Sequence[Step]) -> None:
-        self.decision = None
-        self.policy.observe(steps)
+    def _limited_shape(self, cycle_input: CycleInput) -> Shape | None:
+        """The size of a dynamic tree if every active row is limited to fewer nodes than the tree has; else None."""
+        limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
+        shape = self.asked.shape if self.asked is not None and self.asked.shape is not None else self.max_tree
+        most = max((limit for limit in limits if limit is not None), default=0)
+        if shape is None or not most or None in limits or most + 1 >= shape.nodes:
+            return None
+        return Shape(most + 1, min(most, shape.depth), shape.branch)
+
+    def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
+        """`learn`: the policy hears of this cycle; not of one in which something else drafted too."""
+        asked, self.asked, self.decision, self.decided = self.asked, None, None, False
+        if learn and asked is not None and self.policy is not None:
+            self.policy.observe([step if step.decision is asked else replace(step, decision=asked) for step in steps])
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """As the method's session; it reads what it has missed here, because a recorded cycle cannot."""
         decision = self._decide(cycle_input)
-        if not decision.awake:
+        if not decision.awake or cycle_input.draft_limits:
             return None
         for row in cycle_input.active_rows:
             self._catch_up(row)
@@ -178,7 +213,7 @@ class DormantSession(DraftSession):
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        may_wait = missed is not None or self.policy.is_dormant(len(self.active_rows))
+        may_wait = missed is not None or self.all_off or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
         if not may_wait or len(tokens_T) + (missed.places if missed else 0) > WAITING:
             self._catch_up(row)
             self.session.prefill(row, tokens_T, features_TF, position)
@@ -190,7 +225,8 @@ class DormantSession(DraftSession):
     def draft(self, cycle_input: CycleInput) -> Draft:
         decision = self._decide(cycle_input)
         plain, fallback = decision.plain, decision.fallback
-        cycle_input = replace(cycle_input, tree_shape=decision.shape)
+        if decision is not FIXED:
+            cycle_input = replace(cycle_input, tree_shape=decision.shape)
         all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
         self.dormant_input = cycle_input if all_plain or fallback is not None else None
         if all_plain:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.adaptive import dormant as _sleep
-from eyas.adaptive.dormant import Decision, Policy, adapted
+from eyas.core import dormant as _sleep
+from eyas.core.dormant import Decision, Policy, adapted
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling

@@ -1,0 +1,241 @@
+"""Drafts as each request wants them, around the session of any method.
+
+    Request.draft          "off": a plain row (core/dormant.py); n: at most n candidates below the root
+    Request.prediction     a text that probably comes (core/predictions.py): its tree is merged with the method's
+    Request.constraint     tokens of the text that must come (`Constraint.forced`) are drafted in the same way
+
+If no request of a cycle wants any of this, the method's draft is handed on as it is. While the answers of all rows follow their
+predictions (or are forced) for many tokens, the method's session is dormant: its own tree could add little.
+
+**Lawful limits.** Where children are chosen, the ids do not depend on the tree, so a limit keeps the most probable nodes. Where children
+are sampled from q, a node must not be kept or dropped for what was drawn: verification divides by q, which is the law of the drawn token
+only if nothing else decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a parent before its
+children, a sibling before those drawn after it. That is a smaller tree of fixed shape, which is verified as if it had been drafted so.
+
+Rows with a prediction or a constraint are verified as chosen trees in every cycle, also where the method samples children: their ids are
+plain decoding's, whatever is predicted.
+
+This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M of the predicted ones, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eyas.core.dormant import Decision, DormantSession
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.predictions import Guess, Prediction
+from eyas.core.requests import PlanLabel, Request, Step
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, merge, unite
+from eyas.errors import InputError, OptionError
+
+__all__ = ["RowDrafts", "check_draft", "limited"]
+
+MOST = 16  # tokens of a guess
+CONFIDENT = 8  # tokens: a row that has followed its prediction so long, or is forced so far, needs no other draft
+FORCED_CHANCE = 0.99  # of a forced token: another tokenisation of the same text may come
+
+
+def check_draft(request: Request, vocab: int) -> None:
+    """OptionError or InputError for a limit that is none, or a prediction of other tokens than the target's."""
+    draft = request.draft
+    if draft not in ("auto", "off") and (not isinstance(draft, int) or isinstance(draft, bool) or draft < 1):
+        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
+    outside = [token for token in request.prediction if not 0 <= token < vocab]
+    if outside:
+        raise InputError(f"prediction: token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
+
+
+@dataclass(frozen=True)
+class PredictedPlan:
+    """The label of cycles in which the method was dormant because rows follow their predictions."""
+
+    decision: PlanLabel
+    rows: frozenset[int]  # which have a guess
+
+    def label(self, row: int) -> str:
+        return "prediction" if row in self.rows else self.decision.label(row)
+
+
+@dataclass
+class _Guide:
+    """What is known beforehand of the text in one row."""
+
+    prediction: Prediction | None
+    read: int  # tokens of the row's text that `prediction` has read
+
+
+class RowDrafts(DraftSession):
+    """The session of a drafter, with what the requests in its rows want of drafts."""
+
+    def __init__(self, drafter: Drafter, rows: int) -> None:
+        session = drafter.open(rows)
+        self.session = session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
+        self.guides: list[_Guide | None] = [None] * rows
+        self.predicted: dict[int, list[list[int]]] = {}  # by row: what its prediction proposed in the current cycle
+        self._guessed = False  # whether nodes were added to the method's in the current cycle
+        self._decided: PlanLabel | None = None  # the label of the current cycle, where it is not that of `session`
+
+    @property
+    def decision(self) -> PlanLabel | None:  # type: ignore[override]
+        """The decision about the current cycle."""
+        return self._decided or self.session.decision
+
+    # --- rows come and go
+
+    def keep(self, row: int, length: int) -> int:
+        return self.session.keep(row, length)
+
+    def copy(self, source: int, row: int, length: int) -> int:
+        return self.session.copy(source, row, length)
+
+    def begin(self, row: int, kept: int, total: int) -> None:
+        self.guides[row] = None
+        self.session.begin(row, kept, total)
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        self.session.prefill(row, tokens_T, features_TF, position)
+
+    def end(self, row: int) -> None:
+        self.guides[row] = None
+        self.session.end(row)
+
+    def clear(self, row: int) -> None:
+        self.guides[row] = None
+        self.session.clear(row)
+
+    # --- the cycle
+
+    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        if cycle_input.draft_limits or _guided(cycle_input):
+            return None
+        self._guessed, self._decided = False, None
+        return self.session.capturable(cycle_input)
+
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        guided = _guided(cycle_input)
+        guesses = {row: self._guesses(row, cycle_input) for row in guided}
+        guesses = {row: found for row, found in guesses.items() if found}
+        draft = self.session.draft(self._without_method(cycle_input, guesses))
+        self._guessed = bool(guesses)
+        if guesses:
+            draft = _merged(draft, guesses)
+        if guided and draft.q_BNV is not None:
+            chosen_B = torch.zeros_like(cycle_input.active_B)
+            chosen_B[sorted(guided)] = True
+            draft = replace(draft, chosen_B=chosen_B)
+        return limited(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
+
+    def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
+        """What is known of the row's next tokens, the most certain first."""
+        self.predicted.pop(row, None)
+        tokens, constraint = cycle_input.row_tokens[row], cycle_input.constraints[row] if cycle_input.constraints else None
+        if (guide := self.guides[row]) is None:
+            text = cycle_input.predictions[row] if cycle_input.predictions else ()
+            guide = self.guides[row] = _Guide(Prediction(text, MOST) if text else None, len(tokens) - 1)
+        if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
+            return []
+        forced = constraint.forced(MOST) if constraint is not None else []
+        guesses = [Guess(forced, FORCED_CHANCE)] if forced else []
+        if guide.prediction is not None:
+            for token in tokens[guide.read :]:
+                guide.prediction.read(token)
+            guide.read = len(tokens)
+            found = guide.prediction.guesses()
+            self.predicted[row] = [guess.tokens for guess in found]
+            guesses += found
+        return guesses
+
+    def _without_method(self, cycle_input: CycleInput, guesses: dict[int, list[Guess]]) -> CycleInput:
+        """The input for the method: if every row is off, or confident of what comes, no row wants its drafts."""
+        limits, rows = cycle_input.draft_limits, cycle_input.active_rows
+        self._decided = None
+        confident = frozenset(row for row, found in guesses.items() if _confident(found[0]))
+        if not confident or any(row not in confident and not (limits and limits[row] == 0) for row in rows):
+            return cycle_input
+        self._decided = PredictedPlan(Decision(plain=frozenset(rows)), confident)
+        return replace(cycle_input, draft_limits=(0,) * len(cycle_input.sampling))
+
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        self.session.commit(draft, verdict, output)
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        self.session.observe(steps, learn=not self._guessed)
+
+    def count_predicted(self, steps: list[Step]) -> list[Step]:
+        """The Steps of the current cycle, with the accepted tokens that came from predictions counted."""
+        return [replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps]
+
+    def _predicted(self, step: Step) -> int:
+        accepted = list(step.tokens[: step.accepted])
+        longest = 0
+        for chain in self.predicted[step.row]:
+            while longest < min(len(chain), len(accepted)) and chain[: longest + 1] == accepted[: longest + 1]:
+                longest += 1
+        return longest
+
+
+def _confident(guess: Guess) -> bool:
+    return guess.chance > CONFIDENT / (CONFIDENT + 1) and len(guess.tokens) >= CONFIDENT
+
+
+def _guided(cycle_input: CycleInput) -> frozenset[int]:
+    """The active rows with a prediction or a constraint."""
+    tables = [table for table in (cycle_input.predictions, cycle_input.constraints) if table]
+    return frozenset(row for row in cycle_input.active_rows if any(table[row] for table in tables)) if tables else frozenset()
+
+
+def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
+    """The method's tree, then the nodes of the guesses that it does not have."""
+    tries = {row: unite(guess.tokens for guess in found) for row, found in guesses.items()}
+    most, nodes = max(len(tokens) for _, tokens in tries.values()), 2
+    while nodes <= most:  # 2, 3, 5, 9, 17, ... nodes: few shapes
+        nodes = 2 * nodes - 1
+    B, device = draft.tree.rows, draft.tokens_BN.device
+    parents, tokens = torch.zeros(B, nodes, dtype=torch.long), torch.zeros(B, nodes, dtype=torch.long)
+    candidates, scores = torch.zeros(B, nodes, dtype=torch.bool), torch.full((B, nodes), -math.inf)
+    parents[:, 0], candidates[:, 0], scores[:, 0] = -1, True, 0.0
+    for row, (row_parents, row_tokens) in tries.items():
+        part = slice(1, 1 + len(row_tokens))
+        parents[row, part], tokens[row, part] = torch.tensor(row_parents) + 1, torch.tensor(row_tokens)
+        candidates[row, part], scores[row, part] = True, math.log(guesses[row][0].chance)
+    tokens_BM = tokens.to(device)
+    tokens_BM[:, 0] = draft.tokens_BN[:, 0]
+    depth = max(len(guess.tokens) for found in guesses.values() for guess in found)
+    guess = Draft(Tree.build(parents.to(device), depth, candidates.to(device)), tokens_BM, scores.to(device))
+    if draft.tree.nodes == 1:
+        draft = replace(draft, score_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
+    merged = merge(draft, guess)
+    return replace(merged, q_BNV=draft.q_BNV, block=draft.block)
+
+
+def limited(draft: Draft, limits: Sequence[int | None]) -> Draft:
+    """The draft in which each row has at most so many candidates below the root; None: all that it has. See "Lawful limits" above."""
+    tree = draft.tree
+    same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
+    elder_BN = same_parent_BNN.tril(-1).sum(-1)  # siblings drawn or chosen before each node
+    place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()  # falls from parents to children and from sibling to sibling
+    value_BN = torch.where(tree.candidate_BN, place_BN, -math.inf)
+    score_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
+    if draft.q_BNV is not None:
+        place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' guesses
+        sampled_B1 = torch.ones_like(tree.candidate_BN[:, :1]) if draft.chosen_B is None else ~draft.chosen_B[:, None]
+        value_BN = torch.where(sampled_B1, place_BN, value_BN)
+    elif score_BN is not None:
+        value_BN = torch.where(tree.candidate_BN, score_BN.double(), -math.inf)
+    value_BN[:, 0] = math.inf
+    rank_BN = value_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
+    limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[:, None]
+    return replace(draft, tree=replace(tree, candidate_BN=tree.candidate_BN & (rank_BN <= limit_B1)))
+
+
+def _path_scores(draft: Draft) -> Tensor | None:
+    """float32 [B, N]: the log-probability of the path to each node by the draft; None if it has none."""
+    if draft.score_BN is None:
+        return None
+    return torch.where(draft.tree.mask_BNN, draft.score_BN[:, None], 0.0).sum(-1)

@@ -1,0 +1,254 @@
+"""Drafts as each request wants them: off, at most n, with a prediction, with forced tokens. The ids stay, for every method."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from core.test_dormant import Chance, right_now_and_then, suffix
+from core.test_prompts import PARAMS, decode, method_of, plain
+from eyas import drafters
+from eyas.core.dormant import adapted
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.predictions import LONGEST, Prediction
+from eyas.core.row_drafts import limited
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+from eyas.errors import InputError, OptionError
+from reference import run
+from test_lossless import DRAWN, SAMPLINGS
+
+PROMPTS = ((5,), (11,), tuple(range(20, 49)), (7, 8, 9))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(zoo.FAMILIES["llama"]())
+
+
+class Forced:
+    """A constraint that allows one text only; `mask` is not asked here, as the text is the target's own."""
+
+    def __init__(self, text: Sequence[int], share: float) -> None:
+        self.text, self.place, self.dice, self.share = list(text), 0, random.Random(0), share
+        self.offered = 0
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        return torch.ones(len(parents), zoo.VOCAB, dtype=torch.bool)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.place += len(tokens)
+
+    finished = False
+
+    def forced(self, limit: int) -> list[int]:
+        """The rest of the text at times, wrong tokens at times, nothing at times."""
+        self.offered += 1
+        if self.dice.random() > self.share:
+            return self.dice.choice([[], [3, 3, 3]])
+        return self.text[self.place : self.place + limit]
+
+
+def changed(text: Sequence[int], seed: int) -> tuple[int, ...]:
+    """The text with tokens replaced, inserted and left out."""
+    dice, found = random.Random(seed), list[int]()
+    for token in text:
+        kind = dice.random()
+        if kind < 0.08:
+            found.append(dice.randrange(zoo.VOCAB))
+        elif kind < 0.16:
+            found += [token, dice.randrange(zoo.VOCAB)]
+        elif kind > 0.08 + 0.16:
+            found.append(token)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_ids_with_every_wish(name: str, target: Target) -> None:
+    """Bugs: a session does not understand nodes that it has not drafted, a path deeper than its tree, or a cycle that it slept through;
+    a limit cuts a node but not those below; rows are mixed up. Rows that sample their children are compared where the ids do not depend
+    on the trees: with a prediction, and without drafts."""
+    requests = []
+    for i, wish in enumerate(("prediction", "off", 1, "both", 3, "auto", "prediction", "wrong", 2)):
+        request = Request(PROMPTS[i % len(PROMPTS)], 34 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
+        answer = plain(target, request)
+        request = replace(request, draft=wish if isinstance(wish, int) or wish in ("off", "auto") else 5 if wish == "both" else "auto")
+        if wish in ("prediction", "both"):
+            request = replace(request, prediction=changed(answer, i))
+        requests.append(replace(request, prediction=tuple(range(9)) * 3) if wish == "wrong" else request)
+    for rows, budget, seed in ((3, 9, 1), (1, None, 2), (4, None, 3)):
+        tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
+        for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
+            if request.sampling.greedy or name not in DRAWN or request.prediction or request.draft == "off":
+                expected = plain(target, replace(request, draft="auto", prediction=()))
+                assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
+            own = [step for step in steps if step.request == number and not step.prefill]
+            check_candidates(request, own)
+        assert sum(step.predicted for step in steps) > 20, "no prediction was accepted"
+
+
+def check_candidates(request: Request, steps: list[Step]) -> None:
+    limit = request.draft_limit
+    for step in steps:
+        assert step.draft is not None
+        candidates = int(step.draft.tree.candidate_BN[step.row].sum()) - 1
+        assert limit is None or candidates <= limit
+        assert step.accepted <= candidates
+        assert step.predicted <= step.accepted
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
+    """Bugs: wrong tokens that a constraint calls forced are emitted; right ones are not accepted; those of one row come into another's."""
+    for rows in (1, 3):
+        requests = [Request(PROMPTS[i], 30, SAMPLINGS[i]) for i in range(3)]
+        answers = [plain(target, request) for request in requests]
+        constraints = [Forced(answer, 0.7) for answer in answers]
+        asked = [replace(request, constraint=constraint) for request, constraint in zip(requests, constraints, strict=True)]
+        decoder, found, accepted = Decoder(target, method_of(name, target), rows), dict[int, list[int]](), 0
+        tickets = [decoder.add(request) for request in asked]
+        while not decoder.finished:
+            for step in decoder.step():
+                found.setdefault(step.request, []).extend(step.tokens)
+                constraint = constraints[tickets.index(step.request)]
+                constraint.place = len(found[step.request])
+                accepted += step.accepted
+        assert [found[ticket] for ticket in tickets] == answers
+        assert accepted > 40
+        assert all(constraint.offered for constraint in constraints)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle2", "small_model"])
+def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None:
+    """Bug: a tree is drafted, or verified, for rows that want none; with a policy or without. One row is off alone, then beside another."""
+    widths: list[int] = []
+    for policy in (None, Chance(0, None, suffix(target))):
+        widths.clear()
+        drafter = right_now_and_then(name, target)
+        decoder = Decoder(target, adapted(drafter, policy), rows=2)
+        hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
+        run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
+        hook.remove()
+        own_model = name == "small_model"  # its model is the target itself, and reads the prompts too
+        assert sorted(widths) == [1] * 7 + [3] * (1 + own_model) + [4] * (1 + own_model)
+
+
+def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
+    """Bug: nodes that cannot be accepted are forwarded all the same, where the tree could be smaller."""
+    drafter = right_now_and_then("eagle2", target)
+    _, steps = run(Decoder(target, drafter), [Request((5,), 12, draft=3)])
+    assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {4}
+    _, steps = run(Decoder(target, drafter, 2), [Request((5,), 12, draft=3), Request((11,), 12, draft=6)])
+    assert {step.draft.tree.nodes for step in steps if step.draft is not None} <= {4, 7}
+
+
+def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
+    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came meanwhile. While it sleeps, cycles are
+    labelled, and afterwards it drafts as if it had never slept (tests/core/test_dormant.py)."""
+    request = Request(PROMPTS[2], 60)
+    answer = plain(target, request)
+    text = (*answer[:40], *reversed(answer[40:]))
+    tokens, steps = run(Decoder(target, right_now_and_then("eagle2", target)), [replace(request, prediction=text)])
+    assert tokens == [answer]
+    labels = [step.plan for step in steps if not step.prefill]
+    assert "prediction" in labels
+    assert labels[-1] != "prediction"
+    followed = [step for step in steps if step.plan == "prediction"]
+    assert sum(step.predicted for step in followed) > 10
+    assert max(len(step.tokens) for step in steps) == 17
+
+
+# --- the place in a prediction
+
+
+def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
+    for token in tokens:
+        prediction.read(token)
+    return [guess.tokens for guess in prediction.guesses()]
+
+
+def test_a_prediction_is_followed() -> None:
+    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or more than there is."""
+    text = list(range(100, 160))
+    prediction = Prediction(text, 16)
+    assert follow(prediction, []) == [text[:8]]
+    assert follow(prediction, text[:1]) == [text[1:5]]
+    assert follow(prediction, text[1:10]) == [text[10:26]]
+    assert follow(prediction, text[10:55]) == [text[55:]]
+    assert follow(prediction, text[55:]) == []
+
+
+def test_a_prediction_finds_its_place_again() -> None:
+    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it does not. A token in the place of another,
+    an insertion, a deletion, a repetition whose nearest place is meant."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 11, 12, 13, 14]
+    assert follow(Prediction(text, 16), [1, 2, 99]) == [[4, 5, 6, 7], [3, 4, 5, 6]]
+    assert follow(Prediction(text, 16), [1, 2, 99, 4]) == [[5, 6, 7, 8]], "the nearer 4"
+    assert follow(Prediction(text, 16), [1, 2, 99, 98, 97, 96, 95]) == []
+    assert follow(Prediction(text, 16), [1, 2, 99, 98, 97, 96, 95, 6, 7]) == [[8, 9, 10, 3, 4, 11]]
+    assert follow(Prediction(text, 16), [1, 2, 9, 10, 3]) == [[4, 11, 12, 13, 14]]
+
+
+def test_a_place_is_that_of_the_longest_match() -> None:
+    """The definition, against a search through all places, for random texts over few tokens."""
+    dice = random.Random(3)
+    for _ in range(60):
+        text = [dice.randrange(4) for _ in range(40)]
+        answer = changed(text, dice.randrange(1000))
+        prediction = Prediction(text, 8)
+        for end, token in enumerate(answer, start=1):
+            lost = prediction.missed or text[prediction.place : prediction.place + 1] != [token]
+            prediction.read(token)
+            said = answer[max(0, end - LONGEST) : end]
+            lengths = [next((n for n in range(min(i, len(said)), 0, -1) if list(said[-n:]) == text[i - n : i]), 0) for i in range(41)]
+            if lost and max(lengths):
+                assert lengths[prediction.place] == max(lengths) == prediction.matched
+            if not prediction.missed:
+                assert text[prediction.place - 1] == token
+
+
+# --- limits
+
+
+def test_the_most_probable_nodes_are_kept() -> None:
+    """Bug: a node is kept without its parent, or a less probable one in its place."""
+    candidate_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]] * 3), 2, candidate_BN)
+    score_BN = torch.tensor([[0.0, -1.0, -0.5, -0.1, -2.0, -0.2]] * 3)
+    kept = limited(Draft(tree, torch.arange(18).view(3, 6), score_BN), (2, None, 2)).tree.candidate_BN
+    assert kept.int().tolist() == [[1, 0, 1, 0, 0, 1], [1] * 6, [1, 1, 0, 1, 0, 0]]
+
+
+def test_sampled_nodes_are_kept_by_their_place() -> None:
+    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens, scores and candidates keep the same
+    nodes: parents before children, siblings in the order of their draws."""
+    parents, generator = torch.tensor([[-1, 0, 0, 1, 1, 2]]), torch.Generator().manual_seed(0)
+    for most in range(7):
+        found = set()
+        for _ in range(5):
+            tree = Tree.build(parents, 2)
+            draft = Draft(tree, torch.randint(9, (1, 6), generator=generator), -torch.rand(1, 6, generator=generator), torch.rand(1, 6, 9))
+            found.add(tuple(limited(draft, (most,)).tree.candidate_BN[0].int().tolist()))
+        (kept,) = found
+        assert sum(kept) == min(most, 5) + 1
+        assert all(not kept[n] or kept[parent] for n, parent in enumerate(parents[0].tolist()) if parent >= 0)
+        assert kept[1] >= kept[2]
+        assert kept[3] >= kept[4]
+
+
+def test_refusals(target: Target) -> None:
+    """Bug: a wish that cannot be met is found out in the middle of decoding."""
+    decoder = Decoder(target, drafters.find("vanilla")(target))
+    for draft in (0, -1, True, "on", 1.5):
+        with pytest.raises(OptionError, match="draft must be auto, off or a number of draft tokens, 1 or more; got"):
+            decoder.add(Request((1,), 5, draft=draft))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="prediction: token id 4000 is outside the target's vocabulary"):
+        decoder.add(Request((1,), 5, prediction=(1, 4000)))
+    assert decoder.finished

@@ -161,20 +161,25 @@ def test_errors_are_shown(open_page: Open, address: str, script: Script, late: b
     assert page.locator(".answer").text_content() == ("What" if late else "")
 
 
-def test_text_that_comes_late(open_page: Open, address: str, script: Script) -> None:
-    """A server holds back what may become a stop string: every part of the text must still belong to its own cycle. A text that the
-    server changed is not lost."""
+def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Script) -> None:
+    """A server holds back what may become a stop string, and sends the first cycle's text with the prompt's token: every part must still
+    belong to its own cycle. A text that the server changed, or sends without a cycle, is not lost."""
     script.turns = [
         [FIRST, chunk(" ti", SECOND), chunk("me do you want", THIRD), chunk("!", None)],
+        [chunk("What time do you want", FIRST), chunk("", SECOND), chunk("? Yes", THIRD)],
         [FIRST, chunk("\u2026", SECOND), chunk(" want?", THIRD)],
+        [chunk("No cycles", None)],
     ]
     page = open_page(address)
-    ask(page)
-    ask(page)
+    for _ in script.turns:
+        ask(page)
     listed = "all => all.map(a => [...a.querySelectorAll('.token')].map(s => s.textContent + s.dataset.cycle))"
-    late, changed = page.locator(".answer").evaluate_all(listed)
+    late, early, changed, without = page.locator(".answer").evaluate_all(listed)
     assert late == ["What0", " ti1", "me1", " do1", " you1", " want2", "!2"]
+    assert early == ["What0", " time1", " do1", " you1", " want2", "?2"]
     assert changed == ["What0", "\u20261", " want2", "?2"]
+    assert without == []
+    assert page.locator(".answer").all_text_contents()[1::2] == ["What time do you want? Yes", "No cycles"]
 
 
 # --- the cycle behind a token -----------------------------------------------------------------------
@@ -323,7 +328,7 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
     script.refusal = None
     live.get_by_role("alert").wait_for(state="hidden")
     page.get_by_role("link", name="Chat").press("Enter")
-    assert page.get_by_label("Message").is_visible()
+    page.get_by_label("Message").wait_for()
     assert page.get_by_role("link", name="Chat").get_attribute("aria-current") == "page"
 
 

@@ -32,12 +32,18 @@ export class Answer {
 
   /** The next part of the answer: its text, and the cycle that made it (null: the server sends none). */
   add(text, cycle) {
-    if (cycle) {
-      this.cycles.push(cycle);
-      this.#splitter.expect(this.cycles.length - 1, cycle.tokens);
-    }
+    if (cycle) this.cycles.push(cycle);
     this.text += text;
-    for (const part of this.#splitter.take(text)) this.element.append(this.#span(part));
+    this.#append(this.#splitter.add(text, cycle?.tokens ?? [], this.cycles.length - 1));
+  }
+
+  /** Nothing more comes. */
+  end() {
+    this.#append(this.#splitter.rest());
+  }
+
+  #append(parts) {
+    this.element.append(...parts.map((part) => this.#span(part)));
   }
 
   #span({ text, cycle, token }) {

@@ -107,6 +107,7 @@ export class Chat {
       else this.#fail(turn, error);
     } finally {
       this.#running = null;
+      answer.end();
       this.#busy(false, answer);
     }
   }

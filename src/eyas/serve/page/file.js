@@ -14,6 +14,7 @@ function showAnswer(answer, { text, cycles }) {
     answer.add(rest.slice(0, length), cycle);
     rest = rest.slice(length);
   }
+  answer.end();
 }
 
 function start() {

@@ -1,0 +1,103 @@
+"""Take the pictures of the server's page in docs/pictures, with a real Chromium.
+
+eyas serve --tree.nodes 24 --tree.depth 6 --tree.branch 4
+python runs/page_pictures.py http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+PROMPTS = (
+    "I want to book a table for two in San Jose tonight.",
+    "At seven o'clock, please. Somewhere with Italian food.",
+)
+STORY = "Tell me a story about a young hawk."
+LOAD_SECONDS = 25  # before the picture of the live view
+CLIENTS = 12
+
+
+def ask(page: Any, text: str) -> None:
+    """Send a message and wait for its answer."""
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+
+
+def best_cycle(page: Any) -> None:
+    """Select the cycle of the last answer that emitted most tokens."""
+    page.evaluate("""() => {
+        const spans = [...[...document.querySelectorAll(".answer")].at(-1).querySelectorAll(".token")];
+        const size = (span) => spans.filter((other) => other.dataset.cycle === span.dataset.cycle).length;
+        const best = spans.reduce((a, b) => (size(b) > size(a) ? b : a));
+        best.click();
+        best.blur();
+    }""")
+
+
+def keep_busy(url: str, stop: threading.Event) -> None:
+    """A client that asks again and again."""
+    body = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    while not stop.is_set():
+        with urllib.request.urlopen(request) as response:
+            response.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--output", type=Path, default=Path("docs/pictures"))
+    args = parser.parse_args()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+
+        def open_page(width: int, height: int, color_scheme: str) -> Any:
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=color_scheme, reduced_motion="reduce")
+            page.goto(args.url)
+            page.locator("#model").filter(has_text="e").wait_for(state="attached")
+            return page
+
+        def take(page: Any, name: str) -> None:
+            page.screenshot(path=args.output / f"page_{name}.png")
+
+        page = open_page(1280, 800, "light")
+        for prompt in PROMPTS:
+            ask(page, prompt)
+        best_cycle(page)
+        take(page, "light")
+        page = open_page(1280, 800, "dark")
+        page.get_by_text("Settings").click()
+        page.get_by_label("Max tokens").fill("120")
+        page.get_by_text("Settings").click()
+        ask(page, STORY)
+        best_cycle(page)
+        take(page, "dark")
+        page = open_page(360, 740, "light")
+        ask(page, PROMPTS[0])
+        best_cycle(page)
+        take(page, "narrow")
+        stop = threading.Event()
+        clients = [threading.Thread(target=keep_busy, args=(args.url, stop), daemon=True) for _ in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        page = open_page(1280, 640, "light")
+        page.get_by_role("link", name="Live").click()
+        page.wait_for_timeout(LOAD_SECONDS * 1000)
+        take(page, "live")
+        stop.set()
+        browser.close()
+        for client in clients:
+            client.join()
+
+
+if __name__ == "__main__":
+    main()

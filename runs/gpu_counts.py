@@ -1,0 +1,231 @@
+"""Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision of the draft.
+
+    python runs/gpu_counts.py                   the table, as Markdown
+    python runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/gpu.md says, or is no recording any more
+    python runs/gpu_counts.py --write           write the table into docs/gpu.md
+
+One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide) or the method's own, unless the first
+column says otherwise. The cycle is run on tensors without memory (_fake_cuda.py), with two numbers of layers, so that the launches of a
+layer are known apart. Methods that are not here are recorded without their draft: their pass, verification and commit are as those of
+the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _fake_cuda import CUDA, LaunchLog, fake_cuda, logged_by_stage
+from random_target import SHAPES
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eyas.bench.simulate import simulated
+from eyas.core.cycle import CycleRunner
+from eyas.core.drafter import build_options
+from eyas.core.inputs import CycleInput
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
+from eyas.core.verify import verify
+from eyas.drafters import Drafter, find
+from eyas.drafters._grow import _Static
+from eyas.files import write_text
+from eyas.runners.graphs import GraphRunner
+from eyas.timing import StageTimer
+
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+BEGIN, END = "<!-- counts: python runs/gpu_counts.py --write -->", "<!-- end of counts -->"
+LAYERS = (8, 9)  # traced; EAGLE-3 reads three of them
+CONTEXT, NEW = 1024, 128
+STAGES = ("draft", "target", "verify", "commit", "rest")
+SLACK = 0.05  # the page is renewed when a cycle launches so much less than it says
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cycle to be counted."""
+
+    method: str
+    temperature: float = 0.0
+    precision: str = "bf16"  # of the draft's weights: bf16, fp8
+    verify: str = "real"  # real, simulated
+    rows: int = 1
+    context: int = CONTEXT
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        more = [f"{key.removeprefix('tree.')} {value}" for key, value in self.options]
+        more += ["simulated acceptance"] if self.verify == "simulated" else []
+        more += [f"{self.rows} rows"] if self.rows > 1 else []
+        more += [f"{self.context:,} tokens"] if self.context != CONTEXT else []
+        return ", ".join([self.method, *more])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Launches and bytes of a cycle with so many layers of the target."""
+
+    layers: int
+    launches: dict[str, int]  # by stage
+    products: dict[str, int]  # matrix products and attention among them
+    bytes: dict[str, int]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.launches.values())
+
+    def extended(self, more: Counts, layers: int) -> Counts:
+        """The counts with `layers` layers, from those of two traces."""
+        step = (layers - self.layers) / (more.layers - self.layers)
+
+        def line(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+            return {stage: round(a[stage] + step * (b[stage] - a[stage])) for stage in a}
+
+        both = ((self.launches, more.launches), (self.products, more.products), (self.bytes, more.bytes))
+        return Counts(layers, *(line(*pair) for pair in both), faults=tuple(dict.fromkeys((*self.faults, *more.faults))))
+
+
+CASES = [
+    Case("vanilla"), Case("vanilla", 1.0),
+    *(Case("eagle3", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
+    Case("eagle3", verify="simulated"),
+    *(Case("seagle", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
+    *(Case("eagle2", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
+    Case("eagle1"), Case("eagle1", precision="fp8"), Case("eagle1", 1.0, options=(("tree.noise", "coupled"),)),
+    *(Case(m, t, p) for m in ("medusa", "hydra") for t in (0.0, 1.0) for p in ("bf16", "fp8")),
+    Case("vanilla", rows=4), Case("eagle3", rows=4), Case("vanilla", context=16384), Case("eagle3", context=16384),
+    Case("seagle", context=16384, options=(("window.size", 2048),)),
+]  # fmt: skip
+
+
+class ShapedTarget(Target):
+    """A target without values: what `Target` learns from a forward is told."""
+
+    def _probe(self) -> Any:
+        config: Any = self.model.config
+        heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        return ((heads, width, width),) * config.num_hidden_layers, config.vocab_size, True
+
+
+def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
+    """The counts of the cycle, with so many layers of the target."""
+    sizes = {**SHAPES[shape], "num_hidden_layers": layers}
+    with fake_cuda() as mode, logged_by_stage(mode) as capture:
+        with CUDA:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
+        base = ShapedTarget(model)
+        base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
+        target = base.run_with(GraphRunner(base, capture))
+        kind = find(case.method)
+        drafter = kind.random(target, build_options(kind.Options, dict(case.options)))
+        try:
+            _cycle(case, drafter, drafter.target)
+        finally:
+            _Static.of.cache_clear()  # its tensors belong to this trace
+        (log,) = capture.logs  # type: ignore[attr-defined]
+    return _counts(log, layers)
+
+
+def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
+    """Record one cycle of a decoder whose rows hold so many tokens."""
+    rows, sampling = case.rows, (Sampling(case.temperature),) * case.rows
+    session, draft_session = target.open(rows, drafter.feature_layers), drafter.open(rows)
+    decide = simulated((0.8, 0.7)) if case.verify == "simulated" else verify
+    cycle = target.run.wrap_cycle(CycleRunner(session, draft_session, decide))
+    session.reserve(case.context + NEW + cycle.extra_slots)
+    session.lengths, session.length_B = [case.context] * rows, torch.full((rows,), case.context, device=CUDA)
+    noise = GumbelNoise(
+        torch.zeros(rows, dtype=torch.long, device=CUDA), torch.full((rows,), sampling[0].greedy, device=CUDA), sampling[0].greedy
+    )
+    text = [5, 6, 7, 8] * (case.context // 4) + [5]
+    cycle_input = CycleInput(
+        tokens_B=torch.zeros(rows, dtype=torch.long, device=CUDA), position_B=session.length_B,
+        active_B=torch.ones(rows, dtype=torch.bool, device=CUDA), sampling=sampling, noise=noise, max_position=case.context,
+        active_rows=tuple(range(rows)), row_tokens=(text,) * rows, eos=(frozenset(),) * rows, remaining=(NEW,) * rows,
+    )  # fmt: skip
+    with suppress(DataDependentOutputException):  # methods that read text see the result on the host, after the recording
+        cycle(cycle_input, StageTimer())
+
+
+def _counts(log: LaunchLog, layers: int) -> Counts:
+    def summed(value: Any) -> dict[str, int]:
+        return {stage: sum(value(launch) for launch in log.launches if launch.stage == stage) for stage in STAGES}
+
+    faults = tuple(f"{fault} (x{count})" for fault, count in log.faults.items())
+    return Counts(layers, summed(lambda x: x.kernels), summed(lambda x: x.kernels * x.product), summed(lambda x: x.bytes), faults)
+
+
+def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
+    """(the counts with so many layers, the launches of one layer)."""
+    few, more = (traced(case, n) for n in LAYERS)
+    return few.extended(more, layers), (more.launches["target"] - few.launches["target"]) / (more.layers - few.layers)
+
+
+HEADER = ("method", "T", "draft", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB")
+
+
+def row(case: Case) -> list[str]:
+    """The line of the table."""
+    counts, layer = counted(case)
+    assert not counts.faults, f"{case}: {'; '.join(counts.faults)}"
+    launches = counts.launches
+    rest = launches["target"] - 32 * layer + launches["rest"]
+    numbers = (launches["draft"], layer, rest, launches["verify"], launches["commit"], counts.total)
+    return [case.name, f"{case.temperature:g}", case.precision, *(f"{n:,.0f}" for n in numbers), f"{sum(counts.bytes.values()) / 1e9:.2f}"]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * 3 + ("---:",) * (len(HEADER) - 3), *rows))
+
+
+def written(page: str) -> dict[tuple[str, ...], list[float]]:
+    """The numbers of the table on the page, by the first three cells."""
+    body = page.partition(BEGIN)[2].partition(END)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.strip().splitlines()[2:]]
+    return {tuple(cells[:3]): [float(cell.replace(",", "")) for cell in cells[3:]] for cells in lines}
+
+
+def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[float]]) -> str | None:
+    """Why the page does not hold for this row: it launches more than is written, or much less; None if it holds."""
+    key, numbers = tuple(counted_row[:3]), [float(cell.replace(",", "")) for cell in counted_row[3:]]
+    if key not in page:
+        return f"{', '.join(key)}: not on the page"
+    for name, now, before in zip(HEADER[3:], numbers, page[key], strict=True):
+        if now > before:
+            return f"{', '.join(key)}: {name} is {now:g}, the page says {before:g}"
+    now, before = numbers[-2], page[key][-2]
+    return f"{', '.join(key)}: {now:g} launches, the page says {before:g}: renew it" if now < (1 - SLACK) * before else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
+    parser.add_argument("--methods", default="", help="some of the methods, separated by commas")
+    args = parser.parse_args(arguments)
+    cases = [case for case in CASES if not args.methods or case.method in args.methods.split(",")]
+    rows = list(map(row, cases))
+    if args.check:
+        differences = list(filter(None, map(partial(difference, page=written(PAGE.read_text(encoding="utf-8"))), rows)))
+        sys.exit("\n".join(differences) or 0)
+    if args.write:
+        page = re.sub(
+            f"{re.escape(BEGIN)}.*?{re.escape(END)}", f"{BEGIN}\n{table(rows)}\n{END}", PAGE.read_text(encoding="utf-8"), flags=re.S
+        )
+        write_text(PAGE, page)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

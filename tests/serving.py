@@ -36,9 +36,11 @@ def small_llm(**options: Any) -> eyas.LLM:
 class Running:
     """A server with its clients."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, server: Server, port: int) -> None:
         self.service = service
+        self.server = server
         self.url = f"http://127.0.0.1:{port}"
+        self._clients: list[openai.OpenAI] = []
 
     @property
     def v1(self) -> str:
@@ -47,7 +49,14 @@ class Running:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's client; it does not try again unless told."""
-        return openai.OpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+        client = openai.OpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+        self._clients.append(client)
+        return client
+
+    def close_clients(self) -> None:
+        """Close their connections."""
+        while self._clients:
+            self._clients.pop().close()
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         """The same for asyncio."""
@@ -73,7 +82,9 @@ def running(llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ..
             while not server.started:
                 assert thread.is_alive(), "the server has not started"
                 time.sleep(0.005)
-            yield Running(service, listening.getsockname()[1])
+            made = Running(service, server, listening.getsockname()[1])
+            yield made
+            made.close_clients()
         finally:
             server.should_exit = True
             thread.join()

@@ -28,6 +28,14 @@ def server(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
+@pytest.fixture(autouse=True)
+def _closed_clients(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No client stays connected after its test."""
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").close_clients()
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     """A running Chromium, the system's own. Skips where there is none: nothing is downloaded."""

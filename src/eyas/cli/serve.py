@@ -60,18 +60,19 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
     """Serve a model to clients of OpenAI's interface."""
     need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from eyas.serve.app import make_app
-    from eyas.serve.server import Address, serve
+    from eyas.serve.server import bound, serve
     from eyas.serve.service import Service
 
     keys = [*server.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if not all(key.strip() for key in keys):
         raise UsageError("an --api-key is empty")
-    llm = load(model, draft, options)
-    note_no_head(llm, model, draft)
-    service = Service(llm, settings_of(server, llm))
-    service.warm_up()
-    app = make_app(service, keys, server.cors_origin)
-    serve(app, service, Address(server.host, server.port), drain_seconds=server.drain, json_logs=server.json_logs)
+    with bound(server.host, server.port) as listening:  # before the model is loaded, which takes a while
+        llm = load(model, draft, options)
+        note_no_head(llm, model, draft)
+        service = Service(llm, settings_of(server, llm))
+        service.warm_up()
+        app = make_app(service, keys, server.cors_origin)
+        serve(app, service, listening, drain_seconds=server.drain, json_logs=server.json_logs)
     return 0
 
 

@@ -85,9 +85,13 @@ class Engine:
 
     def stop(self) -> None:
         """Give up everything, and wait until the thread has ended."""
-        self._inbox.put(None)
+        self.halt()
         if self._thread.is_alive():
             self._thread.join()
+
+    def halt(self) -> None:
+        """Give up everything: those who wait for an answer get an error."""
+        self._inbox.put(None)
 
     def drain(self) -> None:
         """Take no more jobs; those that are here go on."""

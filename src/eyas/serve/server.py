@@ -6,82 +6,97 @@ import logging
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from eyas.errors import OptionError
 from eyas.serve.access import JsonLines
 from eyas.serve.service import Service
 
-__all__ = ["Address", "serve"]
+__all__ = ["Server", "bound", "serve"]
 
 FLUSH_SECONDS = 5  # for responses that are generated but not yet read
 log = logging.getLogger("eyas.serve")
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, not listening yet; port 0 is any that is free.
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
+    Raises:
+        OptionError: the address cannot be had.
+    """
+    made = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        if made is not None:
+            made.close()
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"cannot listen on {host} port {port} ({reason}): choose another --host or --port") from error
+    return made
 
 
 class Server(uvicorn.Server):
-    """Ends when it is idle after SIGTERM or Ctrl-C, or after `drain_seconds`; at once at a second signal and when the engine has failed."""
+    """Ends after SIGTERM or Ctrl-C, and when the engine has failed.
+
+    Running answers have `drain_seconds` to end. A second signal gives them up; a third one does not wait for anything.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
         self.service = service
         self.drain_seconds = drain_seconds
         self._ends_at: float | None = None
+        self._signals = 0
+        self._said = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM and SIGINT."""
-        if self._ends_at is not None:
+        self._signals += 1
+        now = time.monotonic()
+        if self._signals == 1:
+            self._ends_at = now + self.drain_seconds
+            self.service.engine.drain()
+        elif self._signals == 2:
+            self._ends_at = now
+        else:
             self.should_exit = self.force_exit = True
-            return
-        self._ends_at = time.monotonic() + self.drain_seconds
-        self.service.engine.drain()
-        running, waiting = self.service.engine.load
-        log.info("shutting down: %d sequences in flight and %d that wait may end within %g s", running, waiting, self.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""
         engine = self.service.engine
-        late = self._ends_at is not None and time.monotonic() > self._ends_at
-        if engine.error is not None or late or (engine.draining and engine.idle):
+        if self._signals and not self._said:
+            self._said = True
+            running, waiting = engine.load
+            log.info("shutting down: %d sequences in flight and %d that wait may end within %g s", running, waiting, self.drain_seconds)
+        if self._ends_at is not None and time.monotonic() > self._ends_at:
+            engine.halt()
+        if engine.error is not None or (engine.draining and engine.idle):
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
         await super().startup(sockets)
-        for server in self.servers:
-            for sock in server.sockets:
-                host, port = sock.getsockname()[:2]
-                log.info("serving %s on http://%s:%d", self.service.settings.name, f"[{host}]" if ":" in host else host, port)
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
+            log.info("serving %s on http://%s:%d", self.service.settings.name, f"[{host}]" if ":" in host else host, port)
 
 
-def serve(app: FastAPI, service: Service, address: Address, *, drain_seconds: float = 60.0, json_logs: bool = False) -> None:
+def serve(app: FastAPI, service: Service, listening: socket.socket, *, drain_seconds: float, json_logs: bool = False) -> None:
     """Serve until a signal ends it.
 
     Raises:
         Exception: what ended the engine.
     """
     set_up_logs(json_logs)
-    config = uvicorn.Config(
-        app,
-        host=address.host,
-        port=address.port,
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-    )
-    Server(config, service, drain_seconds).run()
+    config = uvicorn.Config(app, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=FLUSH_SECONDS)
+    Server(config, service, drain_seconds).run([listening])
     if service.engine.error is not None:
         raise service.engine.error
 

@@ -1,0 +1,231 @@
+"""What the server sends byte by byte, without a client library between: headers, errors, keys, events, small endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+import eyas
+from eyas.serve.app import make_app
+from eyas.serve.service import Service
+from eyas.serve.settings import Settings
+from serving import PROMPTS, Running, running
+
+BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+
+
+def post(server: Running, path: str, body: Any, **options: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=120, **options)
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """The data of each event, in order."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_a_stream_as_events(server: Running) -> None:
+    """Events end in [DONE]; proxies are told not to hold them back; with continuous usage every chunk counts."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = post(server, "/v1/completions", {**BODY, "stream": True, "stream_options": options})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == chunks[-1]["usage"]["total_tokens"] - chunks[-1]["usage"]["prompt_tokens"] > 0
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+def test_figures_of_speculation(server: Running) -> None:
+    """The figures fit the tokens: cycles emit their accepted tokens and one more each, but for the last, which may be cut."""
+    made = post(server, "/v1/completions", {**BODY, "prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}).json()
+    figures, tokens = made["metrics"]["speculative_decoding"], made["usage"]["completion_tokens"]
+    assert tokens == 40
+    steps, accepted = figures["num_spec_steps"], figures["num_accepted_draft_tokens"]
+    assert accepted == sum(figures["per_step_accepted"]) == sum(i * count for i, count in enumerate(figures["acceptance_histogram"]))
+    assert steps == sum(figures["acceptance_histogram"]) == len(figures["per_step_drafted"])
+    assert tokens <= 1 + steps + accepted <= tokens + 3
+    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    several = post(server, "/v1/completions", {**BODY, "n": 2}).json()
+    assert several["metrics"]["speculative_decoding"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        (b"", 400, "JSON"),
+        (b"{", 400, "JSON"),
+        (b"[]", 400, "object"),
+        (b'{"prompt": "\\ud800", "max_tokens": 1}', 400, "JSON"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "JSON"),
+        (b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", 400, ""),
+        (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"prompt": [1, 99999999]}', 400, "99999999"),
+        (b'{"prompt": []}', 400, "prompt"),
+        (b'{"prompt": ""}', 400, "empty"),
+        (b'{"max_tokens": 1}', 400, "prompt"),
+        (b'{"prompt": "x", "stop": ["a", ""]}', 400, "stop"),
+        (b'{"prompt": "x", "stop": 5}', 400, "stop"),
+        (b'{"prompt": "x", "max_tokens": 0}', 400, "max_tokens"),
+        (b'{"prompt": "x", "seed": -1}', 400, "seed"),
+        (b'{"prompt": "x", "cycles": true}', 400, "stream"),
+        (b'{"prompt": "x", "suffix": "y"}', 400, "suffix"),
+        (b'{"prompt": "x", "n": true}', 400, "n"),
+        (b'{"prompt": "x", "speculation": 0}', 400, "speculation"),
+    ],
+)
+def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int, words: str) -> None:
+    """Each gets one line in OpenAI's form."""
+    response = httpx2.post(f"{server.v1}/completions", content=content, headers={"content-type": "application/json"}, timeout=120)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert words in error["message"] + str(error["param"])
+    assert "\n" not in error["message"]
+
+
+def test_other_paths_and_methods(server: Running) -> None:
+    """A path that is not there and a method that is not taken get OpenAI's form too; a form of a web page is no JSON."""
+    for response, status in (
+        (httpx2.get(f"{server.v1}/nothing"), 404),
+        (httpx2.get(f"{server.v1}/completions"), 405),
+        (httpx2.post(f"{server.v1}/completions", data={"prompt": "x"}), 415),
+        (httpx2.post(f"{server.v1}/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_tokens_there_and_back(server: Running, llm: eyas.LLM) -> None:
+    """lm-eval asks for tokens with and without special ones, and for the text of tokens."""
+    text = "The weather, na\u00efvely: 5 \u20ac"
+    made = post(server, "/tokenize", {"prompt": text}).json()
+    assert tuple(made["tokens"]) == llm.ids(text, raw=True)
+    assert made["count"] == len(made["tokens"])
+    assert made["max_model_len"] == 4096
+    plain = post(server, "/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True}).json()
+    assert len(plain["token_strs"]) == plain["count"]
+    assert llm.tokenizer is not None
+    assert plain["tokens"] == llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert post(server, "/detokenize", {"tokens": plain["tokens"]}).json()["prompt"].strip() == text
+    assert post(server, "/detokenize", {"tokens": [10**9]}).status_code == 400
+    chat = post(server, "/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert tuple(chat["tokens"]) == llm.ids("Hi")
+    assert post(server, "/tokenize", {}).status_code == 400
+    info = httpx2.get(f"{server.url}/tokenizer_info").json()
+    assert info["chat_template"] == llm.tokenizer.chat_template
+    assert info["eos_token"] == llm.tokenizer.eos_token
+
+
+def test_small_endpoints(server: Running) -> None:
+    """What probes and the page read."""
+    assert httpx2.get(f"{server.url}/health").status_code == 200
+    assert httpx2.get(f"{server.url}/version").json() == {"version": eyas.__version__}
+    stats = httpx2.get(f"{server.url}/stats").json()
+    assert stats["rows"] == 4
+    assert "vanilla" in stats["methods"]
+
+
+def counters(server: Running) -> dict[str, float]:
+    """Prometheus' samples by name with labels."""
+    lines = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_under_the_names_of_vllm(server: Running) -> None:
+    """`vllm bench serve` sums these counters before and after; they must agree with the figures in the answer."""
+    before = counters(server)
+    made = post(server, "/v1/completions", {**BODY, "prompt": PROMPTS[1], "max_tokens": 30, "ignore_eos": True}).json()
+    after = counters(server)
+
+    def grown(name: str, labels: str = "") -> float:
+        key = f'{name}{{model_name="tiny"{labels}}}'
+        return after[key] - before.get(key, 0)
+
+    figures = made["metrics"]["speculative_decoding"]
+    assert grown("vllm:spec_decode_num_drafts_total") == figures["num_spec_steps"]
+    assert grown("vllm:spec_decode_num_draft_tokens_total") == figures["num_draft_tokens"]
+    assert grown("vllm:spec_decode_num_accepted_tokens_total") == figures["num_accepted_draft_tokens"]
+    by_position = [grown("vllm:spec_decode_num_accepted_tokens_per_pos_total", f',position="{i}"') for i in range(3)]
+    assert sum(by_position) == figures["num_accepted_draft_tokens"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert grown("vllm:generation_tokens_total") == 30
+    assert grown("vllm:prompt_tokens_total") == made["usage"]["prompt_tokens"]
+    assert grown("vllm:time_to_first_token_seconds_count") == 1
+    assert grown("vllm:e2e_request_latency_seconds_count") == 1
+    assert after['vllm:num_requests_running{model_name="tiny"}'] == 0
+    assert not any("_created" in name for name in after)
+
+
+def test_a_prefix_is_read_once(server: Running) -> None:
+    """The second of two prompts with a common beginning starts behind it: fewer tokens are read, and usage says how many."""
+    ids = list(range(100, 400))
+    first = post(server, "/v1/completions", {"prompt": [*ids, 7], "max_tokens": 2, "temperature": 0}).json()
+    second = post(server, "/v1/completions", {"prompt": [*ids, 8], "max_tokens": 2, "temperature": 0}).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 10
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] in (299, 300)  # a head may read one token again
+
+
+def test_keys(llm: eyas.LLM) -> None:
+    """Without a right key nothing but probes answers; the second of two keys is as good as the first."""
+    with running(llm, keys=("first", "second"), rows=1) as server:
+        url = f"{server.v1}/models"
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"authorization": "Basic first"}, 401),
+            ({"authorization": "Bearer "}, 401),
+            ({"authorization": "Bearer first"}, 200),
+            ({"authorization": "bearer second"}, 200),
+        ):
+            response = httpx2.get(url, headers=headers)
+            assert response.status_code == status, headers
+            if status == 401:
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert post(server, "/v1/completions", BODY).status_code == 401
+        assert post(server, "/tokenize", {"prompt": "x"}).status_code == 401
+        assert httpx2.get(f"{server.url}/stats").status_code == 401
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+        assert server.client(api_key="first").models.list().data[0].id == "tiny"
+
+
+def test_other_origins(llm: eyas.LLM, server: Running) -> None:
+    """A browser lets pages of other origins read nothing unless the server names them."""
+    asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in httpx2.options(f"{server.v1}/models", headers=asks).headers
+    with running(llm, origins=("http://page.example",), rows=1) as open_server:
+        assert httpx2.options(f"{open_server.v1}/models", headers=asks).headers["access-control-allow-origin"] == "http://page.example"
+        other = httpx2.get(f"{open_server.v1}/models", headers={"origin": "http://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_large_bodies(llm: eyas.LLM) -> None:
+    """A body beyond the limit is refused, announced or not."""
+    with running(llm, rows=1, max_body_bytes=1000) as server:
+        large = json.dumps({"prompt": "x" * 1000}).encode()
+        headers = {"content-type": "application/json"}
+        assert httpx2.post(f"{server.v1}/completions", content=large, headers=headers).status_code == 413
+        parts = (large[i : i + 100] for i in range(0, len(large), 100))  # sent in chunks, without a length
+        assert httpx2.post(f"{server.v1}/completions", content=parts, headers=headers).status_code == 413
+        assert post(server, "/v1/completions", BODY).status_code == 200
+
+
+def test_the_application_without_a_socket(llm: eyas.LLM) -> None:
+    """The application is plain ASGI: it runs in other servers than uvicorn."""
+
+    async def asked() -> httpx2.Response:
+        app = make_app(Service(llm, Settings("tiny", rows=1)))
+        async with app.router.lifespan_context(app):
+            transport = httpx2.ASGITransport(app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post("/v1/completions", json=BODY)
+
+    assert asyncio.run(asked()).json()["choices"][0]["text"] == llm.generate("Hello", raw=True, max_new_tokens=8).text

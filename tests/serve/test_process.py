@@ -1,0 +1,104 @@
+"""`eyas serve` as a process: where it listens, how it ends, what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import processes
+from eyas import tiny
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"),
+]
+SECRET = "a prompt that belongs in no log"
+
+
+class Process:
+    """A server with the file that its stderr goes to."""
+
+    def __init__(self, process: subprocess.Popen[Any], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def url(self) -> str:
+        match = re.search(r"http://[\d.]+:\d+", self.log.read_text())
+        assert match is not None
+        return match[0]
+
+    def wait_for(self, text: str) -> None:
+        processes.wait_until(lambda: text in self.log.read_text(), self.process)
+
+    def ended(self) -> int:
+        processes.finish(self.process)
+        return int(self.process.returncode)
+
+
+@contextmanager
+def served(tmp_path: Path, *options: object, **environment: str) -> Iterator[Process]:
+    """`eyas serve` on a free port, once it listens."""
+    command = [sys.executable, "-m", "eyas", "serve", "--port", 0, "--kernels", "off", "--tree.nodes", 6, "--tree.depth", 3, *options]
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as stderr,
+        processes.started(command, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)) as child,
+    ):
+        made = Process(child, log)
+        made.wait_for("serving")
+        yield made
+
+
+def ask(url: str, key: str = "s3cret", **more: Any) -> httpx2.Response:
+    body = {"prompt": SECRET, "max_tokens": 100, "temperature": 0, "ignore_eos": True, **more}
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=600, headers={"authorization": f"Bearer {key}"})
+
+
+def test_sigterm_under_load(tmp_path: Path) -> None:
+    """Running answers end whole, new ones get 503 and the probe fails; then the process ends with status 0.
+
+    Every line of the log is JSON and names requests; no prompt and no key is in it.
+    """
+    options = ("--rows", 2, "--name", "mine", "--json-logs")
+    with served(tmp_path, *options, EYAS_API_KEY="s3cret") as server, ThreadPoolExecutor(3) as pool:
+        url = server.url
+        assert ask(url, "wrong").status_code == 401
+        running = [pool.submit(ask, url), pool.submit(ask, url, stream=True), pool.submit(ask, url, model="mine")]
+        processes.wait_until(lambda: 'num_requests_running{model_name="mine"} 2' in httpx2.get(f"{url}/metrics").text, server.process)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("shutting down")
+        assert ask(url).status_code == 503
+        assert httpx2.get(f"{url}/health").status_code == 503
+        answers = [one.result() for one in running]
+        assert [answer.json()["usage"]["completion_tokens"] for answer in (answers[0], answers[2])] == [100, 100]
+        assert answers[1].text.endswith("data: [DONE]\n\n")
+        assert server.ended() == 0
+        log = server.log.read_text()
+        lines = [json.loads(line) for line in log.splitlines() if not line.startswith("eyas: ")]  # notes from before it listens
+        statuses = sorted(line["status"] for line in lines if line.get("path") == "/v1/completions")
+        assert statuses == [200, 200, 200, 401, 503]
+        assert SECRET not in log
+        assert "s3cret" not in log
+
+
+def test_a_port_that_is_taken() -> None:
+    """It gets one line and status 2, before the model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = processes.run([sys.executable, "-m", "eyas", "serve", "--target", "no-such-folder", "--port", str(port)])
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"eyas: error: cannot listen on 127.0.0.1 port {port} (")

@@ -1,0 +1,109 @@
+"""Through the server, texts equal those of `LLM.generate` byte by byte: alone and among others, streamed and not, for every method."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+import eyas
+from eyas.serve.methods import Methods
+from serving import PROMPTS, Running, running, small_llm
+
+NEW = 32
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
+    {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 5},
+)
+OWN = ("top_k", "min_p", "repetition_penalty")  # names that OpenAI's client does not know
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request with the answer that it must get."""
+
+    prompt: str
+    sampling: dict[str, Any]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def cases(llm: eyas.LLM) -> list[Case]:
+    """32 requests: four prompts, each continued in two ways, with four samplings."""
+    prompts = [*PROMPTS, *(f"{prompt} Please be quick." for prompt in PROMPTS)]
+    return [Case(p, s, llm.generate(p, max_new_tokens=NEW, **s).text) for p in prompts for s in SAMPLINGS]
+
+
+async def answered(client: openai.AsyncOpenAI, case: Case, stream: bool, delay: float = 0.0, **extra: Any) -> str:
+    """The text that the server gives."""
+    await asyncio.sleep(delay)
+    known = {name: value for name, value in case.sampling.items() if name not in OWN}
+    extra |= {name: value for name, value in case.sampling.items() if name in OWN}
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": NEW, "extra_body": extra, **known}
+    messages: Any = [{"role": "user", "content": case.prompt}]
+    if stream:
+        chunks = await client.chat.completions.create(messages=messages, stream=True, **options)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+    whole = await client.chat.completions.create(messages=messages, **options)
+    return whole.choices[0].message.content or ""
+
+
+def compare(server: Running, cases: Sequence[Case], spread: float = 0.0, **extra: Any) -> None:
+    """All cases at once, every second one streamed, begun within `spread` seconds."""
+
+    async def every() -> list[str]:
+        async with server.async_client() as client:
+            delays = [spread * i / len(cases) for i in range(len(cases))]
+            return await asyncio.gather(
+                *(answered(client, c, bool(i % 2), d, **extra) for i, (c, d) in enumerate(zip(cases, delays, strict=True)))
+            )
+
+    for case, text in zip(cases, asyncio.run(every()), strict=True):
+        assert text == case.text, case
+
+
+def test_alone(server: Running, cases: list[Case]) -> None:
+    """One after another: the Decoder of a single row."""
+
+    async def each() -> None:
+        async with server.async_client() as client:
+            for i, case in enumerate(cases[:8]):
+                assert await answered(client, case, bool(i % 2)) == case.text
+
+    asyncio.run(each())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
+    """32 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and neighbours change no text."""
+    with running(llm, rows=rows, prefill_budget=7) as server:
+        compare(server, cases)
+        compare(server, cases, spread=0.5)
+
+
+@pytest.mark.slow
+def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None:
+    """The request chooses the method, and the text stays: all methods of the server at once, on the rows of one engine.
+
+    Methods whose children are drawn at random give another sample of the same distribution: greedy requests only.
+    """
+    methods = Methods(llm)
+    needs_more = {"rest"}  # a datastore
+    for method in [*methods.names, False]:
+        if method not in needs_more:
+            drawn = isinstance(method, str) and methods.drafter(method).samples_children
+            compare(server, [case for case in cases[:4] if not drawn or case.sampling["temperature"] == 0], speculation=method)
+
+
+@pytest.mark.slow
+def test_the_adaptive_default(llm: eyas.LLM, cases: list[Case]) -> None:
+    """With --tree auto drafts come and go by the clock; the text does not."""
+    with running(small_llm(tree="auto"), rows=4) as server:
+        compare(server, cases[::2])

@@ -174,6 +174,37 @@ def test_a_prefix_is_read_once(server: Running) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] in (299, 300)  # a head may read one token again
 
 
+def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
+    """OpenAI's predicted output drafts the text that is announced: fewer cycles, the same text, and usage counts what was of use."""
+    own = llm.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
+    chat = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    plain = post(server, "/v1/chat/completions", chat).json()
+    helped = post(server, "/v1/chat/completions", {**chat, "prediction": {"type": "content", "content": own.text}}).json()
+    assert helped["choices"][0]["message"]["content"] == own.text == plain["choices"][0]["message"]["content"]
+    details = helped["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 10
+    assert plain["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+    figures = [made["metrics"]["speculative_decoding"]["num_spec_steps"] for made in (helped, plain)]
+    assert figures[0] < figures[1]
+    wrong = [{"type": "text", "text": "Nothing of this is ever said, "}, {"type": "text", "text": "not even once."}]
+    missed = post(server, "/v1/chat/completions", {**chat, "prediction": {"type": "content", "content": wrong}}).json()
+    assert missed["choices"][0]["message"]["content"] == own.text
+    assert missed["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 5
+
+
+def test_a_switch_for_drafts(server: Running) -> None:
+    """`speculation` turns drafts off or bounds them for one request; the text stays the same."""
+    asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True}
+    made = {str(how): post(server, "/v1/completions", {**asked, "speculation": how}).json() for how in (None, "auto", False, 2, "suffix")}
+    assert len({one["choices"][0]["text"] for one in made.values()}) == 1
+    figures = {how: one["metrics"]["speculative_decoding"] for how, one in made.items()}
+    assert figures["False"]["num_draft_tokens"] == 0
+    assert figures["False"]["mean_acceptance_length"] is None
+    assert figures["2"]["num_spec_tokens"] <= 2
+    assert figures["None"]["num_spec_tokens"] > 2
+    assert figures["auto"] == figures["None"]
+
+
 def test_keys(llm: eyas.LLM) -> None:
     """Without a right key nothing but probes answers; the second of two keys is as good as the first."""
     with running(llm, keys=("first", "second"), rows=1) as server:
@@ -182,7 +213,7 @@ def test_keys(llm: eyas.LLM) -> None:
             ({}, 401),
             ({"authorization": "Bearer wrong"}, 401),
             ({"authorization": "Basic first"}, 401),
-            ({"authorization": "Bearer "}, 401),
+            ({"authorization": "Bearer"}, 401),
             ({"authorization": "Bearer first"}, 200),
             ({"authorization": "bearer second"}, 200),
         ):

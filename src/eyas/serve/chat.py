@@ -12,7 +12,7 @@ from eyas.core.requests import TokenLogprobs
 from eyas.serve.access import request_id
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
-from eyas.serve.protocol.chat import ChatBody
+from eyas.serve.protocol.chat import ChatBody, Prediction
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
 from eyas.serve.service import Service, speculation
@@ -26,17 +26,23 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     n = body.n or 1
     check_count(service.settings, 1, n)
     ids = await service.in_worker(service.render, body.messages)
-    method, keywords = speculation(body)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
-    keywords |= body.keywords(
+    keywords = body.keywords(
         logprobs=count,
         prompt_logprobs=body.prompt_logprobs,
         max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
     )
-    job = Job((ids,), keywords, n, method, body.timeout, body.wants_cycles)
+    prediction = await service.in_worker(predicted_tokens, service, body.prediction)
+    job = Job((ids,), keywords, n, prediction=prediction, timeout=body.timeout, cycles=body.wants_cycles, **speculation(body))
     dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, count)
     return await reply(service, request, body, dialect)
+
+
+def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:
+    """OpenAI's predicted output as token ids."""
+    text = prediction.text if prediction else ""
+    return service.encode(text, special=False) if text else ()
 
 
 @dataclass

@@ -35,14 +35,13 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         raise ApiError(400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens")
     special = body.add_special_tokens is not False
     ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
-    method, keywords = speculation(body)
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
-    keywords |= body.keywords(
+    keywords = body.keywords(
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
         max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
     )
-    job = Job(ids, keywords, n, method, body.timeout, body.wants_cycles)
+    job = Job(ids, keywords, n, timeout=body.timeout, cycles=body.wants_cycles, **speculation(body))
     echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts]) if body.echo else []
     dialect = Completion(
         job,

@@ -129,7 +129,7 @@ class Engine:
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else seed + sample
                 request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
-                prepared.append((replace(request, trace=job.cycles), reader))
+                prepared.append((replace(request, trace=job.cycles, draft=job.draft, prediction=job.prediction), reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:

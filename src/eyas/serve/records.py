@@ -24,6 +24,8 @@ class Job:
     keywords: Mapping[str, Any]  # of `LLM.request`
     n: int = 1
     method: str | None = None  # a drafting method other than the server's own
+    draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or at most so many draft tokens in a cycle
+    prediction: tuple[int, ...] = ()  # text that the answer probably repeats
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
 
@@ -40,6 +42,7 @@ class Delta:
     cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
     prefill: bool = False  # holds the first token, which comes from the prompt's own pass
     cached_tokens: int = 0  # with the first token: prompt tokens that were not read again
+    predicted: int = 0  # accepted tokens that the job's prediction proposed
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, if the job asks for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first token
     cycle: Mapping[str, Any] | None = None  # what happened in the cycle, if the job asks for it
@@ -54,6 +57,7 @@ class Delta:
             cycles=self.cycles + later.cycles,
             prefill=self.prefill or later.prefill,
             cached_tokens=self.cached_tokens + later.cached_tokens,
+            predicted=self.predicted + later.predicted,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
         )
@@ -80,6 +84,7 @@ class Totals:
     stop_reason: str | None = None
     cycles: list[CycleFigures] = field(default_factory=list)
     cached_tokens: int = 0
+    predicted: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -91,6 +96,7 @@ class Totals:
         self.stop_reason = delta.stop_reason or self.stop_reason
         self.cycles += delta.cycles
         self.cached_tokens += delta.cached_tokens
+        self.predicted += delta.predicted
         self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
 

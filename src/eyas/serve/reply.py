@@ -114,6 +114,11 @@ def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(t.cached_tokens for t in totals[:: job.n])},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": sum(t.predicted for t in totals),
+            "rejected_prediction_tokens": sum(max(0, len(job.prediction) - t.predicted) for t in totals) if job.prediction else 0,
+        },
     }
 
 

@@ -11,13 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from eyas.api import LLM
-from eyas.arguments import DEFAULTS
-from eyas.errors import OptionError
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
 from eyas.serve.logprobs import TokenTexts
-from eyas.serve.methods import PLAIN
 from eyas.serve.metrics import Metrics
 from eyas.serve.protocol.fields import GenerationBody
 from eyas.serve.records import Job
@@ -101,15 +98,11 @@ class Service:
         return self.engine.submit(job, prepared)
 
 
-def speculation(body: GenerationBody) -> tuple[str | None, dict[str, Any]]:
-    """(drafting method, keywords of `LLM.request`) that the field `speculation` asks for."""
+def speculation(body: GenerationBody) -> dict[str, Any]:
+    """The fields of a Job that the field `speculation` asks for: a method, or whether and how much to draft."""
     asked = body.speculation
-    if asked in (None, "auto") or asked is True:
-        return None, {}
-    if "draft" not in DEFAULTS:
-        if isinstance(asked, int) and asked is not False:
-            raise OptionError("this server does not support a number of draft tokens yet: speculation is false, auto or a method")
-        return (PLAIN if asked in (False, "off") else str(asked)), {}
-    if asked in (False, "off"):
-        return None, {"draft": "off"}
-    return (None, {"draft": asked}) if isinstance(asked, int) else (str(asked), {})
+    if asked is None or asked is True or asked == "auto":
+        return {}
+    if asked is False or asked == "off":
+        return {"draft": "off"}
+    return {"method": asked} if isinstance(asked, str) else {"draft": asked}

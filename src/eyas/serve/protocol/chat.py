@@ -11,13 +11,27 @@ from eyas.serve.protocol.fields import MOST_LOGPROBS, GenerationBody
 __all__ = ["ChatBody", "Prediction"]
 
 
+class Part(BaseModel):
+    """A part of a text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
 class Prediction(BaseModel):
     """OpenAI's predicted output: text that the answer probably contains."""
 
     model_config = ConfigDict(strict=True)
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatBody(GenerationBody):

@@ -121,6 +121,22 @@ def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
     assert len(script.bodies[-1]["messages"]) == 3
 
 
+def test_clear_stops_the_answer(open_page: Open, address: str, script: Script) -> None:
+    """What the old conversation still brings must not enter the new one."""
+    script.endless = True
+    page = open_page(address)
+    page.get_by_label("Message").fill("Count")
+    page.keyboard.press("Enter")
+    page.get_by_text("word word").wait_for()
+    page.get_by_role("button", name="Clear").click()
+    assert script.hung_up.wait(30)
+    script.endless = False
+    page.locator("#send:visible").wait_for()
+    ask(page, "Hello")
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Hello"]
+    assert page.locator(".turn").count() == 2
+
+
 def test_copy_and_clear(open_page: Open, address: str, script: Script) -> None:
     page = open_page(address, permissions=["clipboard-read", "clipboard-write"])
     ask(page)

@@ -9,12 +9,14 @@ const EXAMPLES = [
   "I would like to see a movie tonight.",
   "What is the weather in Paris tomorrow?",
 ];
+const SHOW_MS = 40; // how often arrived text is shown
 const FOLLOW_MS = 400; // how often the panel shows the newest cycle of an answer that is being written
 const NEAR = 80; // pixels from the end of the page: then it follows the answer
 
 export class Chat {
   #messages = [];
   #running = null; // the AbortController of the answer that is being written
+  #arrived = []; // chunks that are not shown yet
   #followed = null; // when the panel was last brought to the newest cycle of this answer; null: it is not
 
   /** `parts`: the elements log, form, input, send, stop, clear and status. */
@@ -74,15 +76,16 @@ export class Chat {
     this.input.value = "";
     this.#grow();
     this.#turn("You", el("div", { class: "text" }, text)).classList.add("user");
-    this.#messages.push({ role: "user", content: text });
+    const messages = this.#messages; // others after Clear
+    messages.push({ role: "user", content: text });
     const answer = new Answer((answer, at) => this.inspector.show(answer, at));
     const turn = this.#turn(this.model() || "Answer", answer.element);
     turn.scrollIntoView({ block: "nearest" });
     const wide = matchMedia("(min-width: 60.01rem) and (prefers-reduced-motion: no-preference)").matches;
     this.#followed = wide && (this.inspector.answer === null || this.inspector.following) ? 0 : null;
-    await this.#receive(answer, turn);
-    if (answer.text) this.#messages.push({ role: "assistant", content: answer.text });
-    else this.#messages.pop(); // no answer: the next turn does not repeat the question
+    await this.#receive(answer, turn, text);
+    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    else messages.pop(); // no answer: the next turn does not repeat the question
   }
 
   #refuse(control) {
@@ -90,26 +93,34 @@ export class Chat {
     control.reportValidity();
   }
 
-  async #receive(answer, turn) {
+  async #receive(answer, turn, question) {
     const running = (this.#running = new AbortController());
     this.#busy(true, answer);
     const began = performance.now();
+    const timer = setInterval(() => this.#show(answer), SHOW_MS);
     let finish = "";
     try {
       for await (const chunk of this.server.chat(this.#body(), running.signal)) {
         const choice = chunk.choices[0];
-        if (choice) this.#add(answer, choice.delta.content ?? "", chunk.eyas?.cycle ?? null);
+        if (choice) this.#arrived.push({ text: choice.delta.content ?? "", cycle: chunk.eyas?.cycle ?? null });
         finish = choice?.finish_reason ?? finish;
       }
+      this.#finish(answer, timer);
       this.#end(answer, turn, finish, performance.now() - began);
     } catch (error) {
+      this.#finish(answer, timer);
       if (error.name === "AbortError") this.#end(answer, turn, "stopped", performance.now() - began);
-      else this.#fail(turn, error);
+      else this.#fail(turn, error, question);
     } finally {
       this.#running = null;
-      answer.end();
       this.#busy(false, answer);
     }
+  }
+
+  #finish(answer, timer) {
+    clearInterval(timer);
+    this.#show(answer);
+    answer.end();
   }
 
   #body() {
@@ -118,12 +129,14 @@ export class Chat {
     return { model: this.model(), messages, stream: true, cycles: true, ...this.settings.body };
   }
 
-  #add(answer, text, cycle) {
+  /** Add what has come since the last time, at once: laying out a long answer takes a while. */
+  #show(answer) {
+    const cycles = answer.cycles.length;
     const scroller = getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
-    answer.add(text, cycle);
+    for (const { text, cycle } of this.#arrived.splice(0)) answer.add(text, cycle);
     if (atEnd) scroller.scrollTop = scroller.scrollHeight;
-    if (cycle) this.#follow(answer);
+    if (answer.cycles.length > cycles) this.#follow(answer);
   }
 
   /** Show the newest cycle from time to time, until the reader chooses another one or closes the panel. */
@@ -154,14 +167,13 @@ export class Chat {
     setTimeout(() => (button.textContent = "Copy"), 1500);
   }
 
-  #fail(turn, error) {
+  #fail(turn, error, question) {
     const where = error.status === 401 ? " Write the server's key into the field API key." : "";
     turn.append(el("p", { class: "bad", role: "alert" }, (error.message || String(error)) + where));
     if (error.status === 401) {
       this.settings.form.closest("details").open = true;
       this.settings.form.elements.key.focus();
     }
-    const question = this.#messages.at(-1).content;
     if (!this.input.value && !turn.querySelector(".answer").textContent) this.input.value = question;
     this.#grow();
   }

@@ -33,6 +33,7 @@ from eyas.timing import StageTimer
 __all__ = ["CUDA", "Launch", "LaunchLog", "fake_cuda", "logged_by_stage"]
 
 CUDA = torch.device("cuda", 0)
+HOPPER = (9, 0)  # compute capability of an H100 or H200
 T = TypeVar("T")
 
 PRODUCTS = frozenset({
@@ -214,6 +215,7 @@ def fake_cuda() -> Iterator[Unguarded]:
         warnings.catch_warnings(),
         mock.patch("torch.random.fork_rng", return_value=nullcontext()),
         mock.patch("torch.nn.Module.to", _cast),
+        mock.patch("torch.cuda.get_device_capability", return_value=HOPPER),
         FakeTensorMode(allow_non_fake_inputs=True),
         Unguarded() as mode,
         torch.inference_mode(),

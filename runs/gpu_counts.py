@@ -32,12 +32,15 @@ from eyas.bench.simulate import simulated
 from eyas.core.cycle import CycleRunner
 from eyas.core.drafter import build_options
 from eyas.core.inputs import CycleInput
+from eyas.core.ops import REFERENCE
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
 from eyas.drafters import Drafter, find
 from eyas.drafters._grow import _Static
 from eyas.files import write_text
+from eyas.gpu._ops import available
+from eyas.runners.fused import FusedLayers
 from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
 
@@ -60,6 +63,7 @@ class Case:
     rows: int = 1
     context: int = CONTEXT
     options: tuple[tuple[str, Any], ...] = ()
+    kernels: bool = True  # eyas' own; False: the model's and the draft's own code, in graphs as well
 
     @property
     def name(self) -> str:
@@ -68,6 +72,11 @@ class Case:
         more += [f"{self.rows} rows"] if self.rows > 1 else []
         more += [f"{self.context:,} tokens"] if self.context != CONTEXT else []
         return ", ".join([self.method, *more])
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The cells of the table that name the case."""
+        return self.name, f"{self.temperature:g}", self.precision, "kernels" if self.kernels else "model's code"
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class Counts:
 
 
 CASES = [
+    Case("vanilla", kernels=False), Case("vanilla", 1.0, kernels=False),
+    *(Case("eagle3", t, p, kernels=False) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
     Case("vanilla"), Case("vanilla", 1.0),
     *(Case("eagle3", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
     Case("eagle3", verify="simulated"),
@@ -125,13 +136,17 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
-        target = base.run_with(GraphRunner(base, capture))
+        runner = (
+            GraphRunner(base, capture, fused=FusedLayers(base, joins=True)) if case.kernels else GraphRunner(base, capture, ops=REFERENCE)
+        )
+        target = base.run_with(runner)
         kind = find(case.method)
         drafter = kind.random(target, build_options(kind.Options, dict(case.options)))
         try:
             _cycle(case, drafter, drafter.target)
         finally:
             _Static.of.cache_clear()  # its tensors belong to this trace
+            available.cache_clear()  # there is no GPU in truth
         (log,) = capture.logs  # type: ignore[attr-defined]
     return _counts(log, layers)
 
@@ -171,7 +186,8 @@ def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
     return few.extended(more, layers), (more.launches["target"] - few.launches["target"]) / (more.layers - few.layers)
 
 
-HEADER = ("method", "T", "draft", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB")
+KEYS = 4  # leading cells that name a row
+HEADER = ("method", "T", "draft", "by", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB")
 
 
 def row(case: Case) -> list[str]:
@@ -181,27 +197,27 @@ def row(case: Case) -> list[str]:
     launches = counts.launches
     rest = launches["target"] - 32 * layer + launches["rest"]
     numbers = (launches["draft"], layer, rest, launches["verify"], launches["commit"], counts.total)
-    return [case.name, f"{case.temperature:g}", case.precision, *(f"{n:,.0f}" for n in numbers), f"{sum(counts.bytes.values()) / 1e9:.2f}"]
+    return [*case.key, *(f"{n:,.0f}" for n in numbers), f"{sum(counts.bytes.values()) / 1e9:.2f}"]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """The rows as Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * 3 + ("---:",) * (len(HEADER) - 3), *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * KEYS + ("---:",) * (len(HEADER) - KEYS), *rows))
 
 
 def written(page: str) -> dict[tuple[str, ...], list[float]]:
-    """The numbers of the table on the page, by the first three cells."""
+    """The numbers of the table on the page, by the cells that name a row."""
     body = page.partition(BEGIN)[2].partition(END)[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.strip().splitlines()[2:]]
-    return {tuple(cells[:3]): [float(cell.replace(",", "")) for cell in cells[3:]] for cells in lines}
+    return {tuple(cells[:KEYS]): [float(cell.replace(",", "")) for cell in cells[KEYS:]] for cells in lines}
 
 
 def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[float]]) -> str | None:
     """Why the page does not hold for this row: it launches more than is written, or much less; None if it holds."""
-    key, numbers = tuple(counted_row[:3]), [float(cell.replace(",", "")) for cell in counted_row[3:]]
+    key, numbers = tuple(counted_row[:KEYS]), [float(cell.replace(",", "")) for cell in counted_row[KEYS:]]
     if key not in page:
         return f"{', '.join(key)}: not on the page"
-    for name, now, before in zip(HEADER[3:], numbers, page[key], strict=True):
+    for name, now, before in zip(HEADER[KEYS:], numbers, page[key], strict=True):
         if now > before:
             return f"{', '.join(key)}: {name} is {now:g}, the page says {before:g}"
     now, before = numbers[-2], page[key][-2]

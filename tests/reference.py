@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,14 +28,29 @@ def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
     ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):
         logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
-        seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool)
-        seen_1V[0, ids] = True
-        scores_1V = apply_sampling(logits_1V, request.sampling, seen_1V)
+        adjust(request, new, logits_1V)
+        rest = replace(request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=())
+        scores_1V = apply_sampling(logits_1V, rest)
         if not request.sampling.greedy:
             scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(torch.tensor([[len(ids)]]), logits_1V.shape[-1])[0]
         new.append(int(scores_1V.argmax()))
         ids.append(new[-1])
     return new
+
+
+def adjust(request: Request, new: list[int], logits_1V: Tensor) -> None:
+    """Biases, penalties and min_tokens written out token by token, in place."""
+    sampling = request.sampling
+    for token, bias in sampling.logit_bias:
+        logits_1V[0, token] += bias
+    for token in {*request.prompt, *new}:
+        score = logits_1V[0, token]
+        logits_1V[0, token] = score * sampling.repetition_penalty if score < 0 else score / sampling.repetition_penalty
+    for token, count in Counter(new).items():
+        logits_1V[0, token] -= sampling.frequency_penalty * count
+        logits_1V[0, token] -= sampling.presence_penalty
+    if len(new) < request.min_tokens:
+        logits_1V[0, list(request.eos)] = -torch.inf
 
 
 def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], list[Step]]:

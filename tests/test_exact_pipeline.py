@@ -26,6 +26,7 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
+from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling, apply_sampling
@@ -70,7 +71,7 @@ def true_distributions(tokens_RT: Tensor, sampling: Sampling) -> Tensor:
     """float64 [R, T - prompt, V]: p of every new token, from one forward over whole sequences."""
     logits_RTV = target().model(tokens_RT, use_cache=False).logits
     seen_RTV = torch.nn.functional.one_hot(tokens_RT, VOCAB).cumsum(1) > 0
-    scores = apply_sampling(logits_RTV.flatten(0, 1), sampling, seen_RTV.flatten(0, 1)).view_as(logits_RTV)
+    scores = apply_sampling(logits_RTV.flatten(0, 1), sampling, Adjustments(seen_RTV).flat()).view_as(logits_RTV)
     return scores[:, len(PROMPT) - 1 : -1].double().softmax(-1)
 
 

@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.engine import Request, Step
+from eyas.core.rows import Row
 from eyas.core.sampling import GumbelNoise, apply_sampling
 from eyas.core.target import Target
 
@@ -266,9 +268,10 @@ def margin(target: Target, request: Request, prefix: Sequence[int]) -> float | N
     sampling, session = request.sampling, target.open(1)
     ids = [*request.prompt, *prefix]
     session.reserve(len(ids))
-    history_1V = torch.zeros(1, target.vocab_size, dtype=torch.bool, device=target.device)
-    history_1V[0, ids] = True
-    scores_1V = apply_sampling(session.prefill(0, ids)[None], sampling, history_1V)
+    row = Row.of(0, request, target)
+    for token in prefix:
+        row.append(token)
+    scores_1V = apply_sampling(session.prefill(0, ids)[None], sampling, Adjustments.stack([row.adjustments()]))
     if not sampling.greedy:
         position_11 = torch.tensor([[len(ids)]], device=scores_1V.device)
         noise = GumbelNoise.of([sampling], scores_1V.device)

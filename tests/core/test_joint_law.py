@@ -25,9 +25,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput
 from eyas.core.row_drafts import limited
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, chain_choices, merge
 from eyas.core.verify import verify
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
@@ -35,6 +36,7 @@ from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
 Rule = Callable[[CycleInput, Tensor], Draft]
 V, T, ROWS = 3, 5, 40_000
 CONFIDENCE = 0.25
+PLAIN, PENALISED = Sampling(1.0), Sampling(1.0, presence_penalty=0.7, frequency_penalty=0.5)
 BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
@@ -140,38 +142,46 @@ class ByAbsolutePosition(GumbelNoise):
         return super().accepts(chance_B, position_B, index, stream)
 
 
-def decode(rule: Rule, noise: GumbelNoise) -> Tensor:
+def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
     """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at position 1."""
     rows_B = torch.arange(ROWS)
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
-    text_BT = torch.full((ROWS, T), -1)
+    text_BT, counts_BV = torch.full((ROWS, T), -1), torch.zeros(ROWS, V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
-        sampling = (Sampling(1.0),) * ROWS
-        cycle = CycleInput(state_B % V, position_B, count_B < T, sampling, noise, int(position_B.max()))
+        adjustments = Adjustments(counts=counts_BV) if law.adjusts else None
+        cycle = CycleInput(state_B % V, position_B, count_B < T, (law,) * ROWS, noise, int(position_B.max()), adjustments)
         draft = rule(cycle, state_B)
         state_BN = state_B[:, None].repeat(1, draft.tree.nodes)
         for n in range(1, draft.tree.nodes):
             parent_B = draft.tree.parents_BN[:, n]
             state_BN[:, n] = then(state_BN[rows_B, parent_B], draft.tokens_BN[:, n])
-        verdict = verify(draft, P_SV[state_BN], position_B, noise)
+        nodes = None if adjustments is None else adjustments.at(draft.tree, draft.tokens_BN)
+        verdict = verify(draft, apply_sampling_rows(P_SV[state_BN], cycle.sampling, nodes), position_B, noise)
         for k in range(1, verdict.path_BP.shape[1] + 1):
             last_B = verdict.length_B == k
             drafted_B = verdict.tokens_BP[:, k] if k < verdict.tokens_BP.shape[1] else verdict.bonus_B
             token_B = torch.where(last_B, verdict.bonus_B, drafted_B)
             kept_B = (k <= verdict.length_B) & (count_B + k <= T)
             text_BT[rows_B[kept_B], (count_B + k - 1)[kept_B]] = token_B[kept_B]
+            counts_BV[rows_B, token_B] += k <= verdict.length_B
         end_B = verdict.path_BP[rows_B, verdict.length_B - 1]
         state_B = then(state_BN[rows_B, end_B], verdict.bonus_B)
         position_B, count_B = position_B + verdict.length_B, count_B + verdict.length_B
     return text_BT
 
 
-def z_of(text_BT: Tensor) -> float:
+def z_of(text_BT: Tensor, law: Sampling = PLAIN) -> float:
     """How many standard deviations chi-square is above its mean, over all texts."""
     text_XT = torch.tensor(list(itertools.product(range(V), repeat=T)))
     state_X, log_p_X = torch.zeros(len(text_XT), dtype=torch.long), torch.zeros(len(text_XT), dtype=torch.double)
     for k in range(T):
-        log_p_X += P_SV.double().log_softmax(-1)[state_X, text_XT[:, k]]
+        logits_XV = P_SV.double()[state_X]
+        for x, text in enumerate(text_XT[:, :k].tolist()):
+            for token in text:
+                logits_XV[x, token] -= law.frequency_penalty
+            for token in set(text):
+                logits_XV[x, token] -= law.presence_penalty
+        log_p_X += logits_XV.log_softmax(-1).gather(1, text_XT[:, k : k + 1])[:, 0]
         state_X = then(state_X, text_XT[:, k])
     number_B = (text_BT * V ** torch.arange(T - 1, -1, -1)).sum(1)
     expected_X, counted_X = ROWS * log_p_X.exp(), torch.bincount(number_B, minlength=len(text_XT)).double()
@@ -191,6 +201,15 @@ def test_the_joint_law_is_the_targets(rule: str) -> None:
     """Guards the keys of every random number that verification and drafting read: block verification once read the numbers of refused
     prefixes again in the next cycle, and one text had probability 0.036 instead of 0.026."""
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
+
+
+@pytest.mark.parametrize("rule", ["block", "tree", "confident chain", "dynamic tree", "block and tree"])
+def test_the_joint_law_with_penalties(rule: str) -> None:
+    """Guards the text of each node in p and in q, cycle after cycle: with a count that is one off, or without the penalties in q_BNV, the
+    texts have another law. The test itself: the law without penalties is far from these texts."""
+    text_BT = decode(RULES[rule], noise_of(GumbelNoise), PENALISED)
+    assert abs(z_of(text_BT, PENALISED)) < 4
+    assert z_of(text_BT) > 100
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 
 import zoo
 from eyas.core import sampling as sampling_module
+from eyas.core.adjustments import Adjustments
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, probs
 from eyas.errors import OptionError
 
@@ -74,7 +75,7 @@ def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
     for seed in range(3):
         logits_NV, ids_NT, seen_NV = cases(seed)
         before_NV = logits_NV.clone()
-        scores_NV = apply_sampling(logits_NV, sampling, seen_NV)
+        scores_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV))
         assert torch.equal(scores_NV, of_transformers(logits_NV, sampling, ids_NT))
         assert torch.equal(logits_NV, before_NV), "the target's logits were changed in place"
         assert torch.isfinite(scores_NV).any(-1).all(), "a node has no token left"
@@ -94,7 +95,7 @@ def test_scores_are_those_of_generate() -> None:
     for step, (logits_1V, scores_1V) in enumerate(zip(out.logits, out.scores, strict=True)):
         seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool)
         seen_1V[0, out.sequences[0, : prompt_1T.shape[1] + step]] = True
-        torch.testing.assert_close(apply_sampling(logits_1V, Sampling(**options), seen_1V), scores_1V, rtol=0, atol=1e-6)
+        torch.testing.assert_close(apply_sampling(logits_1V, Sampling(**options), Adjustments(seen_1V)), scores_1V, rtol=0, atol=1e-6)
         dropped += int(torch.isinf(scores_1V).sum())
     assert dropped > 0
 
@@ -104,8 +105,8 @@ def test_a_node_is_processed_alone(options: dict[str, Any]) -> None:
     """Guards that a node's law does not depend on the tree around it, not even how ties are broken. Deterministic."""
     sampling = Sampling(**options)
     logits_NV, _, seen_NV = cases(7)
-    together_NV = apply_sampling(logits_NV, sampling, seen_NV)
-    alone = [apply_sampling(logits_NV[n : n + 1], sampling, seen_NV[n : n + 1]) for n in range(len(logits_NV))]
+    together_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV))
+    alone = [apply_sampling(logits_NV[n : n + 1], sampling, Adjustments(seen_NV[n : n + 1])) for n in range(len(logits_NV))]
     assert torch.equal(together_NV, torch.cat(alone))
 
 
@@ -114,9 +115,9 @@ def test_scores_are_float32(dtype: torch.dtype) -> None:
     """Guards the law of a half-precision target: everything after the logits is float32. Deterministic."""
     logits_NV, _, seen_NV = cases(1)
     sampling = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
-    scores_NV = apply_sampling(logits_NV.to(dtype), sampling, seen_NV)
+    scores_NV = apply_sampling(logits_NV.to(dtype), sampling, Adjustments(seen_NV))
     assert scores_NV.dtype == torch.float32
-    assert torch.equal(scores_NV, apply_sampling(logits_NV.to(dtype).float(), sampling, seen_NV))
+    assert torch.equal(scores_NV, apply_sampling(logits_NV.to(dtype).float(), sampling, Adjustments(seen_NV)))
 
 
 def test_greedy_keeps_its_logits() -> None:
@@ -140,7 +141,7 @@ def test_custom_processors_stand_between_penalty_and_temperature() -> None:
         given.append(scores_NV)
         return scores_NV.flip(-1)
 
-    scores_NV = apply_sampling(logits_NV, sampling, seen_NV, custom)
+    scores_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV), custom)
     assert torch.equal(given[0], penalised_NV)
     assert torch.equal(scores_NV, of_transformers(penalised_NV.flip(-1), Sampling(temperature=0.5, top_k=4), ids_NT))
 

@@ -26,6 +26,7 @@ from scipy import stats
 from torch import Tensor
 
 from eyas import kernels
+from eyas.core.adjustments import Adjustments
 from eyas.core.ops import REFERENCE
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, probs
 from eyas.core.tree import Choices, Draft, Tree, Verdict
@@ -56,6 +57,21 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(globals(), "verify", partial(verify, ops=KernelsBesideScripts()))
 
 
+def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
+    """Of every prefix, counted by hand. With a logit bias token 2 ends the text, and two tokens must come before it."""
+    seen_IV, counts_IV, length_I = torch.zeros(I, vocab, dtype=torch.bool), torch.zeros(I, vocab), torch.zeros(I, dtype=torch.long)
+    seen_IV[0, 0] = True  # the first root is token 0, the prompt's
+    for child in range(1, I):
+        parent, token = divmod(child - 1, vocab)
+        seen_IV[child], counts_IV[child], length_I[child] = seen_IV[parent], counts_IV[parent], length_I[parent] + 1
+        seen_IV[child, token] = True
+        counts_IV[child, token] += 1
+    if not sampling.logit_bias:
+        return Adjustments(seen_IV, counts_IV)
+    bias_V = torch.tensor([dict(sampling.logit_bias).get(token, 0.0) for token in range(vocab)])
+    return Adjustments(seen_IV, counts_IV, bias_V.expand(I, vocab), (torch.arange(vocab) == 2).expand(I, vocab), 2 - length_I)
+
+
 class ToyModels:
     """Laws of a target and of a drafter after every prefix of up to `longest` tokens, both processed by `sampling`."""
 
@@ -76,15 +92,10 @@ class ToyModels:
             "two": other_IV.masked_fill(other_IV < other_IV.topk(2).values[:, -1:], -math.inf),
         }[q]
         self.order_IV = torch.rand(I, vocab, generator=generator).argsort(-1)  # what a chosen tree proposes, best first
-        seen_IV = torch.zeros(I, vocab, dtype=torch.bool)
-        seen_IV[0, 0] = True  # the first root is token 0
-        for child in range(1, I):
-            seen_IV[child] = seen_IV[(child - 1) // vocab]
-            seen_IV[child, (child - 1) % vocab] = True
-        self.seen_IV = seen_IV
-        self.scores_IV = apply_sampling(self.p_logits_IV, sampling, seen_IV)
+        self.text_I = texts(I, vocab, sampling)
+        self.scores_IV = apply_sampling(self.p_logits_IV, sampling, self.text_I)
         self.p_IV = self.scores_IV.double().softmax(-1)
-        self.q_scores_IV = apply_sampling(self.q_logits_IV, sampling, seen_IV)
+        self.q_scores_IV = apply_sampling(self.q_logits_IV, sampling, self.text_I)
         self.q_IV = self.q_scores_IV.double().softmax(-1)
 
     def child(self, prefix: Tensor, token: Tensor) -> Tensor:
@@ -329,6 +340,7 @@ SAMPLINGS = {
     "T=0.6": Sampling(temperature=0.6),
     "T=1.5,k=2": Sampling(temperature=1.5, top_k=2),
     "all": Sampling(temperature=0.9, top_k=3, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
+    "counts": Sampling(temperature=0.8, presence_penalty=0.6, frequency_penalty=0.9, logit_bias=((1, 1.5),)),
 }
 
 
@@ -420,10 +432,9 @@ def roots_of(
 ) -> CycleInput:
     """What the loop tells a drafter."""
     own = tuple(sampling or [world.sampling] * len(start_B))
-    penalised = any(s.repetition_penalty != 1.0 for s in own)
-    history_BV = world.seen_IV[start_B] if penalised else None
+    adjustments = world.text_I[start_B] if any(s.adjusts for s in own) else None
     tokens_B = torch.where(start_B > 0, (start_B - 1) % world.vocab, 0)
-    return CycleInput(tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), history_BV)
+    return CycleInput(tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), adjustments)
 
 
 def grown_drafts(world: ToyModels, start_W: Tensor, parents: list[int], depth: int) -> tuple[Tensor, Draft, Tensor, Tensor]:
@@ -494,6 +505,7 @@ def test_drawn_trees_are_exact(name: str, q: str) -> None:
 @pytest.mark.parametrize(("name", "sampling", "vocab", "lengths"), [
     ("binary", "T=1", 3, 2), ("chain", "T=0.6", 4, 1), ("ragged", "T=0.6", 3, 2), ("three", "T=1.5,k=2", 4, 3),
     ("binary", "T=1.5,k=2", 3, 2), ("pair", "all", 5, 3), ("binary", "all", 3, 2),
+    ("binary", "counts", 3, 2), ("three", "counts", 4, 3), ("chain", "counts", 4, 1),
 ])  # fmt: skip
 def test_static_trees_as_grown_are_exact(name: str, sampling: str, vocab: int, lengths: int) -> None:
     """Guards the whole way of a drawn tree through the shipped code: `grow_static` draws, `verify` rejects, with the row's own Sampling.
@@ -551,7 +563,7 @@ def test_blocks_accept_more() -> None:
     10/9, and no world gives fewer. Enumeration: no odds."""
     world = ToyModels(2, 3)
     world.p_logits_IV, world.q_logits_IV = (
-        torch.tensor(probs).log().expand(len(world.seen_IV), 2) for probs in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+        torch.tensor(probs).log().expand(len(world.p_IV), 2) for probs in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
     )
     world.scores_IV = world.p_logits_IV
     world.p_IV, world.q_IV = world.p_logits_IV.double().softmax(-1), world.q_logits_IV.double().softmax(-1)

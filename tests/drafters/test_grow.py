@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.test_verify import ToyModels, net_of, roots_of
+from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import build_options
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.tree import Draft
@@ -78,12 +79,12 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
     def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
         logits_V = world.q_logits_IV[prefix]
         if shared:
-            seen_1V = world.seen_IV[start][None].clone()
+            seen_1V = world.text_I.seen[start][None].clone()
             at = prefix
             while at != start:
                 seen_1V[0, (at - 1) % world.vocab] = True
                 at = (at - 1) // world.vocab
-            logits_V = apply_sampling(logits_V[None], kind, seen_1V)[0]
+            logits_V = apply_sampling(logits_V[None], kind, Adjustments(seen_1V))[0]
         own_V = logits_V.log_softmax(-1).clamp(max=0)
         key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
         chance_V = (key_V / shape.confidence_temperature).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V

@@ -18,13 +18,13 @@ from torch import Tensor
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Prompt, PromptReader
-from eyas.core.requests import Request, Step
+from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RowDrafts, check_draft
-from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end, token_history
+from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
@@ -68,15 +68,8 @@ class Decoder:
 
     def add(self, request: Request) -> int:
         """Put a request into the queue; returns its number. InputError or FitError at once if it cannot be served."""
-        vocab = self.model.vocab_size
-        outside = [token for token in request.prompt if not 0 <= token < vocab]
-        if not request.prompt:
-            raise InputError("the prompt is empty: give at least one token")
-        if outside:
-            raise InputError(f"token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
-        if request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
-        check_draft(request, vocab)
+        check_request(request, self.model.vocab_size)
+        check_draft(request, self.model.vocab_size)
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)
@@ -113,9 +106,9 @@ class Decoder:
         Args:
             read: logits [V] of the prompt's last token; or why the prompt cannot be read.
         """
-        request, timer, b = prompt.request, prompt.timer, prompt.row
+        timer, b = prompt.timer, prompt.row
         assert timer is not None
-        row = Row(prompt.ticket, request, list(request.prompt), token_history(request, self.model))
+        row = Row.of(prompt.ticket, prompt.request, self.model)
         if isinstance(read, EyasError):
             return row.failed(0, read, timer, prefill=True)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
@@ -36,7 +37,7 @@ class CycleInput:
     sampling: tuple[Sampling, ...]  # of each row; empty rows have that of an active one
     noise: GumbelNoise
     max_position: int  # the largest of `position_B`
-    history_BV: Tensor | None = None  # bool; tokens in the row's text, root included; None unless a row has a repetition penalty
+    adjustments: Adjustments | None = None  # [B, ...], of the texts up to the roots; None if no row's law depends on them
     active_rows: tuple[int, ...] = ()  # indices of the rows that are not empty
     row_tokens: tuple[Sequence[int], ...] = ()  # prompt and emitted tokens of each row, root last; these lists grow after the cycle
     processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput
 from eyas.core.requests import code_of_request
 from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
@@ -39,19 +40,17 @@ def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> tu
     Returns:
         float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures.
     """
-    seen_BNV = None
-    if cycle_input.history_BV is not None:
-        seen_BNV = draft.tree.seen(draft.tokens_BN, cycle_input.history_BV)
+    nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.at(draft.tree, draft.tokens_BN)
     if not cycle_input.processors:
-        return apply_sampling_rows(logits_BNV, cycle_input.sampling, seen_BNV), {}
+        return apply_sampling_rows(logits_BNV, cycle_input.sampling, nodes), {}
     rows, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
     for b, (sampling, processors) in enumerate(zip(cycle_input.sampling, cycle_input.processors, strict=True)):
-        seen_NV = None if seen_BNV is None else seen_BNV[b]
+        adjustments = None if nodes is None else nodes[b]
         if not processors:
-            rows.append(apply_sampling(logits_BNV[b], sampling, seen_NV))
+            rows.append(apply_sampling(logits_BNV[b], sampling, adjustments))
             continue
         tokens, eos, remaining = cycle_input.row_tokens[b], cycle_input.eos[b], cycle_input.remaining[b]
-        scores_NV, failed = apply_processors(logits_BNV[b], draft, b, tokens, sampling, seen_NV, processors, eos, remaining)
+        scores_NV, failed = apply_processors(logits_BNV[b], draft, b, tokens, sampling, adjustments, processors, eos, remaining)
         rows.append(scores_NV)
         failures |= {(b, n): error for n, error in failed.items()}
     return torch.stack(rows), failures
@@ -100,7 +99,7 @@ def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool
 
 
 def apply_processors(
-    logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, seen_NV: Tensor | None,
+    logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, adjustments: Adjustments | None,
     processors: Sequence[Processor], eos: Collection[int], remaining: int,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
     """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by node.
@@ -108,7 +107,7 @@ def apply_processors(
     Args:
         row: of the draft.
         tokens: the row's text, its last token is the root.
-        seen_NV: as for `apply_sampling`.
+        adjustments: as for `apply_sampling`.
         eos: tokens that end the text.
         remaining: tokens that the request may still get, 1 or more.
     """
@@ -129,9 +128,9 @@ def apply_processors(
             path = [*above, token] if bool(parent_V[token] >= least) else None
         if path is not None:
             custom = run_processors(processors, [*tokens, *path], sampling.greedy)
-            seen_1V = None if seen_NV is None else seen_NV[n : n + 1]
+            own = None if adjustments is None else adjustments[n : n + 1]
             try:
-                scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, seen_1V, custom)[0]
+                scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, own, custom)[0]
             except EyasError as error:
                 failures[n], path = error, None
         paths.append(path)

@@ -12,7 +12,7 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_steps", "code_of_request"]
+__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps", "code_of_request"]
 
 
 class PlanLabel(Protocol):
@@ -111,6 +111,25 @@ class Step:
     def plan(self) -> str:
         """How this row was drafted: "fixed" (by the drafter's options), or the label of the decision, such as "plain" or "16/5/4"."""
         return "fixed" if self.decision is None else self.decision.label(self.row)
+
+
+def check_request(request: Request, vocab: int) -> None:
+    """InputError for a request that cannot be served, whatever its length; `vocab`: of the target."""
+    if not request.prompt:
+        raise InputError("the prompt is empty: give at least one token")
+    biased = (token for token, _ in request.sampling.logit_bias)
+    for name, tokens in (("token id", request.prompt), ("logit_bias: token id", biased)):
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise InputError(f"{name} {token} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
+    if request.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
+    if not 0 <= request.min_tokens <= request.max_new_tokens:
+        raise InputError(f"min_tokens must be from 0 to max_new_tokens ({request.max_new_tokens}), got {request.min_tokens}")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(request, name)
+        if count is not None and not 0 <= count <= vocab:
+            raise InputError(f"{name} must be from 0 to the size of the vocabulary ({vocab}), got {count}")
 
 
 def check_steps(steps: Sequence[Step]) -> Sequence[Step]:

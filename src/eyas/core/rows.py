@@ -6,12 +6,13 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.constraints import Constraint
 from eyas.core.cycle import Cycle, verified
 from eyas.core.drafter import CycleInput
@@ -23,7 +24,7 @@ from eyas.core.verify import verify
 from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
-__all__ = ["Row", "RowSettings", "cycle_input", "prompt_end", "token_history"]
+__all__ = ["Row", "RowSettings", "cycle_input", "prompt_end"]
 
 
 @dataclass
@@ -33,22 +34,45 @@ class Row:
     ticket: int
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
-    history_V: Tensor | None  # bool, tokens that occur in `tokens`; None without a repetition penalty
+    text: Adjustments | None  # of `tokens`, without `wait`; None if the request's law does not depend on the text
     finish: str | None = None
+
+    @classmethod
+    def of(cls, ticket: int, request: Request, target: Target) -> Row:
+        """The row of a request whose prompt is read."""
+        return cls(ticket, request, list(request.prompt), _adjustments(request, target.vocab_size, target.device))
+
+    @property
+    def emitted(self) -> int:
+        """Number of emitted tokens."""
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def remaining(self) -> int:
         """Tokens that the row may still emit."""
-        return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
+        return self.request.max_new_tokens - self.emitted
+
+    def adjustments(self) -> Adjustments | None:
+        """Those of the text so far; None if the next tokens' law depends on nothing of it."""
+        if self.text is None or self.text.ending is None:
+            return self.text
+        wait = self.request.min_tokens - self.emitted
+        if wait > 0:
+            return replace(self.text, wait=torch.tensor(wait, device=self.text.ending.device))
+        return replace(self.text, ending=None) if self.request.sampling.adjusts else None
+
+    def append(self, token: int) -> None:
+        """One more emitted token."""
+        self.tokens.append(token)
+        if self.text is not None:
+            self.text.append(token)
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append tokens until one of them ends the text; returns those appended. The cut at EOS, stop and length is made here only."""
         request, emitted = self.request, list[int]()
         for token in tokens:
-            self.tokens.append(token)
+            self.append(token)
             emitted.append(token)
-            if self.history_V is not None:
-                self.history_V[token] = True
             with code_of_request("stop"):
                 stops = request.stop is not None and request.stop(token)
             if stops or token in request.eos:
@@ -130,7 +154,7 @@ def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Ten
         sampling=settings.sampling,
         noise=settings.noise,
         max_position=max_position,
-        history_BV=_stacked([row.history_V if row else None for row in rows]),
+        adjustments=Adjustments.stack([row.adjustments() if row else None for row in rows]),
         active_rows=settings.active_rows,
         row_tokens=tuple(row.tokens if row else () for row in rows),
         processors=settings.processors,
@@ -152,18 +176,24 @@ def prompt_end(row: Row, logits_V: Tensor, target: Target) -> Cycle:
     return verified(root, output, roots, verify, target.run.ops)
 
 
-def token_history(request: Request, target: Target) -> Tensor | None:
-    """bool [V]: which tokens occur in the prompt; None without a repetition penalty."""
-    if request.sampling.repetition_penalty == 1.0:
+def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
+    """[V], of the prompt; None if the request's law does not depend on the text."""
+    sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
+    if not sampling.adjusts and not (request.min_tokens and ends):
         return None
-    history_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
-    history_V[list(request.prompt)] = True
-    return history_V
 
+    def zeros(dtype: torch.dtype, wanted: bool) -> Tensor | None:
+        return torch.zeros(vocab, dtype=dtype, device=device) if wanted else None
 
-def _stacked(histories: Sequence[Tensor | None]) -> Tensor | None:
-    """bool [B, V]; None if no row has a repetition penalty."""
-    first_V = next((history_V for history_V in histories if history_V is not None), None)
-    if first_V is None:
-        return None
-    return torch.stack([torch.zeros_like(first_V) if history_V is None else history_V for history_V in histories])
+    seen = zeros(torch.bool, sampling.repetition_penalty != 1.0)
+    counts = zeros(torch.float32, bool(sampling.presence_penalty or sampling.frequency_penalty))
+    bias = zeros(torch.float32, bool(sampling.logit_bias))
+    ending = zeros(torch.bool, bool(request.min_tokens and ends))
+    if seen is not None:
+        seen[list(request.prompt)] = True
+    if bias is not None:
+        for token, value in sampling.logit_bias:
+            bias[token] += value
+    if ending is not None:
+        ending[ends] = True
+    return Adjustments(seen, counts, bias, ending)

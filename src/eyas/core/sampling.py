@@ -1,8 +1,7 @@
 """From logits to the distribution of the next token, and random numbers that are a pure function of (seed, purpose, position, index).
 
-`apply_sampling` applies a row's Sampling to its logits, in float32, in the order of Hugging Face's generate:
-repetition penalty, custom processors, temperature, top-k, top-p, min-p. It is used once per node, for the
-target's p and for the draft's q alike.
+`apply_sampling` applies a row's Sampling to its logits, in float32, in one fixed order. It is used once per node, for the
+target's p and for the draft's q alike. What depends on the text before a node, it is given (`core.adjustments`).
 
 `GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state, no order
 of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token depends on the
@@ -22,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.errors import OptionError
 
 __all__ = ["GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
@@ -81,6 +81,11 @@ class Sampling:
         return f"Sampling({', '.join(changed)})"
 
     @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed by what `core.adjustments` follows."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    @property
     def greedy(self) -> bool:
         """Below 1e-5 a temperature is zero: dividing by it would overflow float32."""
         return self.temperature < 1e-5
@@ -95,23 +100,32 @@ def _whole(value: object) -> bool:
 
 
 def apply_sampling(
-    logits_NV: Tensor, sampling: Sampling, seen_NV: Tensor | None = None, custom: Callable[[Tensor], Tensor] | None = None
+    logits_NV: Tensor, sampling: Sampling, adjustments: Adjustments | None = None, custom: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Processed logits ("scores"), float32 [N, V]: their softmax is the distribution to sample from. Excluded tokens are -inf.
 
-    With greedy sampling the scores are the (penalised) logits, not divided by anything, so rounding cannot move their argmax.
+    The steps, in this order:
+
+        1. logit_bias is added to the raw logits;
+        2. repetition_penalty divides positive and multiplies negative scores of tokens in prompt or answer;
+        3. frequency_penalty, times the number of occurrences in the answer, and presence_penalty are subtracted;
+        4. before `min_tokens`, tokens that end the text are excluded;
+        5. `custom`: the mask of a constraint, then logits processors;
+        6. temperature, 7. top_k, 8. top_p, 9. min_p.
+
+    2 and 5 to 9 are the order of transformers' generate, 1 to 3 that of vLLM. With greedy sampling steps 6 to 9 are left out, so rounding
+    cannot move the argmax.
 
     Args:
         logits_NV: raw logits of any float dtype.
-        seen_NV: bool, True where a token occurs in the text up to that node; needed for a repetition penalty only.
-        custom: further processors [N, V] -> [N, V]; run after the penalty and before the temperature, as generate does.
+        adjustments: [N, ...], of the text up to each node; None if steps 1 to 4 do nothing.
+        custom: scores [N, V] -> [N, V].
     """
     scores_NV = logits_NV.float()
-    if sampling.repetition_penalty != 1.0:
-        assert seen_NV is not None, "a repetition penalty needs the tokens of every node's prefix"
-        penalty = sampling.repetition_penalty
-        penalised_NV = torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty)
-        scores_NV = torch.where(seen_NV, penalised_NV, scores_NV)
+    if adjustments is not None:
+        scores_NV = _adjusted(scores_NV, sampling, adjustments)
+    else:
+        assert not sampling.adjusts, "penalties and biases need the text of every node"
     if custom is not None:
         scores_NV = custom(scores_NV)
     if sampling.greedy:
@@ -131,14 +145,37 @@ def apply_sampling(
     return scores_NV
 
 
-def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], seen_BNV: Tensor | None = None) -> Tensor:
-    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing but seeds, in one call."""
+def _adjusted(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -> Tensor:
+    """Steps 1 to 4 of `apply_sampling`."""
+    if sampling.logit_bias:
+        assert adjustments.bias is not None
+        scores_NV = scores_NV + adjustments.bias
+    if sampling.repetition_penalty != 1.0:
+        assert adjustments.seen is not None
+        penalty = sampling.repetition_penalty
+        penalised_NV = torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty)
+        scores_NV = torch.where(adjustments.seen, penalised_NV, scores_NV)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        assert adjustments.counts is not None
+        scores_NV = scores_NV - sampling.frequency_penalty * adjustments.counts
+        scores_NV = scores_NV - sampling.presence_penalty * (adjustments.counts > 0)
+    if adjustments.ending is not None:
+        assert adjustments.wait is not None
+        scores_NV = scores_NV.masked_fill(adjustments.ending & (adjustments.wait > 0)[:, None], -math.inf)
+    return scores_NV
+
+
+def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None = None) -> Tensor:
+    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing but seeds, in one call.
+
+    `adjustments`: [B, N, ...].
+    """
     first = sampling[0]
     if all(s is first or replace(s, seed=first.seed) == first for s in sampling):
-        seen_NV = None if seen_BNV is None else seen_BNV.flatten(0, 1)
-        return apply_sampling(logits_BNV.flatten(0, 1), first, seen_NV).reshape(logits_BNV.shape)
+        flat = None if adjustments is None else adjustments.flat()
+        return apply_sampling(logits_BNV.flatten(0, 1), first, flat).reshape(logits_BNV.shape)
     each = enumerate(sampling)
-    return torch.stack([apply_sampling(logits_BNV[b], s, None if seen_BNV is None else seen_BNV[b]) for b, s in each])
+    return torch.stack([apply_sampling(logits_BNV[b], s, None if adjustments is None else adjustments[b]) for b, s in each])
 
 
 def probs(scores_NV: Tensor, greedy: bool) -> Tensor:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput, Shape
 from eyas.core.options import DEPRECATED
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
@@ -138,11 +139,12 @@ class Growth:
         tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
         return cycle_input.noise.gumbel(cycle_input.position_B[:, None] + level + 1, tokens)
 
-    def seen(self, cycle_input: CycleInput) -> Tensor | None:
-        """bool [B, 1, v]: tokens that occur in each row's text; None if no row has a repetition penalty."""
-        if cycle_input.history_BV is None:
+    def adjustments(self, cycle_input: CycleInput) -> Adjustments | None:
+        """[B, 1, ...], of the roots, for the draft's vocabulary."""
+        if cycle_input.adjustments is None:
             return None
-        return (cycle_input.history_BV if self.draft_ids_v is None else cycle_input.history_BV[:, self.draft_ids_v])[:, None]
+        roots = cycle_input.adjustments.repeated(torch.zeros_like(cycle_input.position_B[:1]))
+        return roots if self.draft_ids_v is None else roots.columns(self.draft_ids_v)
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -171,8 +173,8 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
     if growth.at_once is not None and (draft := growth.at_once(tree)) is not None:
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
-    hidden_BQD, seen_BQv = growth.hidden_BD[:, None], growth.seen(cycle_input)
-    children = _best_children(growth, cycle_input, tree, hidden_BQD, seen_BQv, 0)
+    hidden_BQD, adjustments = growth.hidden_BD[:, None], growth.adjustments(cycle_input)
+    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
@@ -183,10 +185,10 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
     for level in range(1, tree.depth):
         parent_BK = pick_BK // K
         index_BK = children.index.flatten(1).gather(1, pick_BK)
-        if seen_BQv is not None:
-            seen_BQv = _rows(seen_BQv, parent_BK).scatter(2, index_BK[..., None], True)
+        if adjustments is not None:
+            adjustments = adjustments.take(parent_BK).then(index_BK)
         hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        children = _best_children(growth, cycle_input, tree, hidden_BQD, seen_BQv, level)
+        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
         value_BX = (parent_value_BK1 + chance_BKK).flatten(1)
@@ -222,13 +224,13 @@ class _Children:
 
 
 def _best_children(
-    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, seen_BQv: Tensor | None, level: int
+    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None, level: int
 ) -> _Children:
     """The `branch` most likely children of each node of a level."""
     logits_BQv = growth.head(hidden_BQD)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
-    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, seen_BQv) if coupled else logits_BQv)
+    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
     noisy = coupled and not cycle_input.noise.all_greedy
     key_BQv = log_q_BQv + growth.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv  # ranks the children
     index_BQK = key_BQv.topk(count).indices
@@ -344,8 +346,8 @@ def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
             hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
-        seen_BQV = None if cycle_input.history_BV is None else shape.seen(tokens_BN, cycle_input.history_BV)[:, inner_Q]
-        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle_input.sampling, seen_BQV)
+        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
+        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle_input.sampling, adjustments)
         key_BQV = scores_BQV
         if coupled:
             key_BQV = scores_BQV + growth.noise(cycle_input, number, scores_BQV.shape[-1])

@@ -107,8 +107,8 @@ def best_children(logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level
         level_Q: depth of each node.
     """
     if noise == "coupled":
-        seen_BQV = None if cycle_input.history_BV is None else cycle_input.history_BV[:, None].expand(-1, logits_BQV.shape[1], -1)
-        logits_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, seen_BQV)
+        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.repeated(level_Q)
+        logits_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
     log_q_BQV = logits_BQV.float().log_softmax(-1)
     if noise == "none" or cycle_input.noise.all_greedy:
         log_q_BQW, token_BQW = log_q_BQV.topk(count)

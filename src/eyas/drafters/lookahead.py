@@ -195,8 +195,9 @@ class Session(DraftSession):
         cycle_input, shape = self.cycle, self.shape
         assert cycle_input is not None
         lowest = slice(shape.window - shape.width, shape.window)
-        seen_BWV = None if cycle_input.history_BV is None else draft.tree.seen(draft.tokens_BN, cycle_input.history_BV)[:, lowest]
-        scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle_input.sampling, seen_BWV)
+        adjustments = cycle_input.adjustments
+        nodes = None if adjustments is None else adjustments.at(draft.tree, draft.tokens_BN)[:, lowest]
+        scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle_input.sampling, nodes)
         if cycle_input.noise.all_greedy:
             return scores_BWV.argmax(-1)
         position_BW = cycle_input.position_B[:, None] + draft.tree.depth_BN[:, lowest] + 1

@@ -72,7 +72,7 @@ def _fusing_matrix(net: Any) -> kernels.Matrix | None:
 
 def _temperature_only(sampling: Sampling) -> bool:
     """Whether the row's distribution is softmax(logits / temperature), or the argmax."""
-    return (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1.0, 0.0, 1.0)
+    return (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -93,7 +93,7 @@ class Grower:
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
-        return cycle_input.history_BV is None and all(_temperature_only(sampling) for sampling in cycle_input.sampling)
+        return cycle_input.adjustments is None and all(_temperature_only(sampling) for sampling in cycle_input.sampling)
 
     @property
     def fuses_features(self) -> bool:

@@ -123,7 +123,7 @@ class CycleReplay(CycleRunner):
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
-        return verify_on_device and cycle_input.history_BV is None and not cycle_input.processors
+        return verify_on_device and cycle_input.adjustments is None and not cycle_input.processors
 
     def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
         """Call the drafter's `commit`, which is not part of the recording, with copies that the next replay does not overwrite."""

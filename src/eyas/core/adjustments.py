@@ -1,0 +1,109 @@
+"""What the law of a token depends on besides logits and temperature: the text before it, a logit bias, and a least length.
+
+    repetition_penalty                      `seen`: the tokens of prompt and answer
+    presence_penalty, frequency_penalty     `counts`: how often each token occurs in the answer
+    logit_bias                              `bias`
+    min_tokens                              `ending`: the tokens that end the text; `wait`: how many others must come before
+
+In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`at`). Drafts that are grown level by level
+follow their nodes with `take` and `then`. A field that no row of a batch needs is None; a batch that needs none has no Adjustments.
+
+This module knows no model and no sampling: `sampling.apply_sampling` applies the numbers.
+Letters: B rows, N nodes, Q nodes of a level, K of the next level, V vocabulary of the target, v of the draft. [...] stands for the same
+dimensions in all fields: none (a single text), rows, or rows and nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.core.tree import Tree
+
+__all__ = ["Adjustments"]
+
+
+@dataclass(frozen=True, eq=False)
+class Adjustments:
+    """See the module. An index selects rows, or rows and nodes, in every field: `adjustments[b]`, `adjustments[:, nodes]`."""
+
+    seen: Tensor | None = None  # bool [..., V]
+    counts: Tensor | None = None  # float32 [..., V]
+    bias: Tensor | None = None  # float32 [..., V]
+    ending: Tensor | None = None  # bool [..., V]
+    wait: Tensor | None = None  # int64 [...]; 0 or less: the ending tokens may come
+
+    @classmethod
+    def stack(cls, texts: Sequence[Adjustments | None]) -> Adjustments | None:
+        """[B, ...] from those of single texts. What a text does not need is zero in its row."""
+
+        def stacked(name: str) -> Tensor | None:
+            parts = [None if text is None else getattr(text, name) for text in texts]
+            like = next((part for part in parts if part is not None), None)
+            return None if like is None else torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+
+        batch = {field.name: stacked(field.name) for field in fields(cls)}
+        return cls(**batch) if any(x is not None for x in batch.values()) else None
+
+    def append(self, token: int) -> None:
+        """One more token of the answer of a single text, in place; `wait` stays."""
+        if self.seen is not None:
+            self.seen[token] = True
+        if self.counts is not None:
+            self.counts[token] += 1
+
+    # --- from rows to nodes
+
+    def repeated(self, level_Q: Tensor) -> Adjustments:
+        """[B, Q, ...]: each row's own for nodes at these depths, as if no token lay between them and the root."""
+        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
+        return nodes._waiting(lambda wait_B: wait_B[:, None] - level_Q)
+
+    def at(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
+        """[B, N, ...]: each node's own."""
+        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._waiting(lambda wait_B: wait_B[:, None] - tree.depth_BN)
+        if self.seen is not None:
+            nodes = replace(nodes, seen=tree.seen(tokens_BN, self.seen))
+        if nodes.counts is not None:
+            below_root_BNN = tree.mask_BNN.float()
+            below_root_BNN[..., 0] = 0  # the root is counted already, or it is the prompt's last token
+            index_BNN = tokens_BN[:, None].expand_as(below_root_BNN)
+            nodes = replace(nodes, counts=nodes.counts.clone().scatter_add_(2, index_BNN, below_root_BNN))
+        return nodes
+
+    def columns(self, ids_v: Tensor) -> Adjustments:
+        """[..., v]: those of a draft vocabulary, given by the target's ids."""
+        return self._each(lambda x: x[..., ids_v])
+
+    def take(self, node_BK: Tensor) -> Adjustments:
+        """[B, K, ...]: those of K of the Q nodes."""
+        nodes = self._each(lambda x_BQv: x_BQv.gather(1, node_BK[..., None].expand(-1, -1, x_BQv.shape[-1])))
+        return nodes._waiting(lambda wait_BQ: wait_BQ.gather(1, node_BK))
+
+    def then(self, token_BQ: Tensor) -> Adjustments:
+        """[B, Q, ...] after one more token in each node's text, given by its column."""
+        nodes, column_BQ1 = self._waiting(lambda wait_BQ: wait_BQ - 1), token_BQ[..., None]
+        if self.seen is not None:
+            nodes = replace(nodes, seen=self.seen.scatter(2, column_BQ1, True))
+        if self.counts is not None:
+            nodes = replace(nodes, counts=self.counts.scatter_add(2, column_BQ1, self.counts.new_ones(column_BQ1.shape)))
+        return nodes
+
+    def flat(self) -> Adjustments:
+        """[B x N, ...] from [B, N, ...]."""
+        return self._each(lambda x: x.flatten(0, 1))._waiting(lambda wait: wait.flatten())
+
+    def __getitem__(self, index: Any) -> Adjustments:
+        return self._each(lambda x: x[index])._waiting(lambda wait: wait[index])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
+        """The change of every field that has a vocabulary."""
+        names = ("seen", "counts", "bias", "ending")
+        return replace(self, **{name: None if (x := getattr(self, name)) is None else change(x) for name in names})
+
+    def _waiting(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
+        return self if self.wait is None else replace(self, wait=change(self.wait))

@@ -1,0 +1,145 @@
+"""Laws that depend on the text before a token: presence and frequency penalty, logit bias, min_tokens.
+
+Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared with itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from eyas import drafters, runners
+from eyas.core.adjustments import Adjustments
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling, apply_sampling
+from eyas.core.target import Target
+from eyas.core.tree import Tree
+from eyas.errors import InputError, OptionError
+from reference import Oracle, plain_decode, run
+from test_lossless import DRAWN, make
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # which the kernels support
+BIAS = tuple((token, (-100.0, 3.0, 7.5, -2.5)[token % 4]) for token in range(0, 160, 3))
+LAWS = (
+    Sampling(presence_penalty=2.0),
+    Sampling(1.0, frequency_penalty=1.5, presence_penalty=-0.5, seed=3),
+    Sampling(logit_bias=BIAS, frequency_penalty=2.0),
+    Sampling(),
+    Sampling(0.8, top_k=30, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4, logit_bias=BIAS, seed=4),
+    Sampling(0.9, seed=5),
+)
+PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40, 9, 31, 8), (60, 61, 62), (7, 7, 7), (1, 2, 3, 4, 5), (90,))
+
+
+@cache
+def target(kernels: bool) -> Target:
+    return runners.prepared(Target(zoo.tiny("llama", **SIZES)), "on" if kernels else "off")
+
+
+@cache
+def answered() -> tuple[tuple[Request, list[int]], ...]:
+    """A request for each law, with its text. The last two may not end for 9 tokens, and would end sooner."""
+    made = []
+    for i, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True)):
+        request = Request(prompt, 20 - i, law)
+        if i > 3:
+            early = plain_decode(target(False).model, request)
+            request = Request(prompt, 20 - i, law, frozenset(early[2:5]), min_tokens=9)
+        made.append((request, plain_decode(target(False).model, request)))
+    return tuple(made)
+
+
+def test_the_laws_matter() -> None:
+    """The power of the tests below: without its law each text but one is another."""
+    for request, answer in answered():
+        plain = Request(request.prompt, request.max_new_tokens, Sampling(request.sampling.temperature, seed=request.sampling.seed))
+        assert (plain_decode(target(False).model, plain) == answer) == (request.sampling == Sampling())
+    assert all(len(answer) >= 9 for _, answer in answered())
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
+    """Guards the text of each node, for chosen trees, and rows of different laws in one batch: a penalty that counts cousins, the prompt or
+    the root twice changes some id. Drawn trees: greedy rows here, their law in test_verify.py and test_joint_law.py."""
+    drafter = make(name, target(kernels))
+    for rows in (1, 3):
+        tokens, _ = run(Decoder(drafter.target, drafter, rows), [request for request, _ in answered()])
+        for (request, answer), new in zip(answered(), tokens, strict=True):
+            if request.sampling.greedy or name not in DRAWN:
+                assert new == answer, (rows, request.sampling)
+
+
+def test_deep_paths_keep_the_laws() -> None:
+    """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are counted."""
+    oracle = Oracle(target(False), {r.prompt: a for r, a in answered()}, nodes=16, depth=6)
+    tokens, steps = run(Decoder(oracle.target, oracle, 3), [request for request, _ in answered()])
+    assert tokens == [answer for _, answer in answered()]
+    assert sum(step.accepted for step in steps) > 30
+
+
+def test_nodes_count_their_own_ancestors() -> None:
+    """Guards the counts of a tree with repeated tokens, by hand. Deterministic."""
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3]]), 3)  # 0 -- 1 -- 3 -- 5,  1 -- 4,  0 -- 2
+    tokens_BN = torch.tensor([[2, 1, 3, 1, 2, 1]])
+    base = Adjustments(
+        counts=torch.tensor([[0.0, 4.0, 1.0, 0.0]]), ending=torch.tensor([[True, False, False, False]]), wait=torch.tensor([2])
+    )
+    nodes = base.at(tree, tokens_BN)
+    assert nodes.counts is not None
+    assert nodes.counts[0].tolist() == [[0, 4, 1, 0], [0, 5, 1, 0], [0, 4, 1, 1], [0, 6, 1, 0], [0, 5, 2, 0], [0, 7, 1, 0]]
+    assert nodes.wait is not None
+    assert nodes.wait.tolist() == [[2, 1, 1, 0, 0, -1]]
+    scores_NV = apply_sampling(torch.zeros(6, 4), Sampling(frequency_penalty=0.5, presence_penalty=1.0), nodes[0])
+    assert scores_NV[5].tolist() == [0.0, -4.5, -1.5, 0.0]
+    assert (scores_NV[:, 0] == -torch.inf).tolist() == [True, True, True, False, False, False]
+    again = base.repeated(torch.tensor([0])).then(torch.tensor([[1]])).take(torch.tensor([[0, 0]])).then(torch.tensor([[1, 2]]))
+    assert again.counts is not None
+    assert again.counts[0].tolist() == [[0, 6, 1, 0], [0, 5, 2, 0]]
+
+
+def test_the_end_may_come_right_after_min_tokens() -> None:
+    """Guards the border: with min_tokens = k an EOS is the (k+1)-th token at the earliest, and it can be."""
+    free = plain_decode(target(False).model, Request(PROMPTS[2], 12))
+    for k in range(12):
+        request = Request(PROMPTS[2], 12, eos=frozenset({free[k]}), min_tokens=free.index(free[k]))
+        tokens, steps = run(Decoder(target(False), make("suffix", target(False))), [request])
+        assert tokens == [free[: free.index(free[k]) + 1]]
+        assert steps[-1].finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("make_request", "message"),
+    [
+        (
+            lambda: Request((1,), 5, Sampling(logit_bias=((160, 1.0),))),
+            "logit_bias: token id 160 is outside the target's vocabulary",
+        ),
+        (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
+        (lambda: Request((1,), 5, logprobs=161), r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161"),
+        (lambda: Request((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
+    ],
+)
+def test_requests_that_cannot_be_served(make_request: Any, message: str) -> None:
+    """Guards the queue: they are refused when they are added."""
+    with pytest.raises(InputError, match=message):
+        Decoder(target(False), make("vanilla", target(False))).add(make_request())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
+        ({"logit_bias": ((3, 101.0),)}, "the bias of token 3 must be from -100 to 100, got 101"),
+        ({"logit_bias": ((-1, 1.0),)}, "-1 is no token id"),
+    ],
+)
+def test_impossible_laws(options: dict[str, Any], message: str) -> None:
+    """Guards the ranges of OpenAI's interface."""
+    with pytest.raises(OptionError, match=message):
+        Sampling(**options)

@@ -102,14 +102,18 @@ def test_nodes_count_their_own_ancestors() -> None:
     assert again.counts[0].tolist() == [[0, 6, 1, 0], [0, 5, 2, 0]]
 
 
-def test_the_end_may_come_right_after_min_tokens() -> None:
-    """Guards the border: with min_tokens = k an EOS is the (k+1)-th token at the earliest, and it can be."""
-    free = plain_decode(target(False).model, Request(PROMPTS[2], 12))
-    for k in range(12):
-        request = Request(PROMPTS[2], 12, eos=frozenset({free[k]}), min_tokens=free.index(free[k]))
-        tokens, steps = run(Decoder(target(False), make("suffix", target(False))), [request])
-        assert tokens == [free[: free.index(free[k]) + 1]]
-        assert steps[-1].finish == "stop"
+def test_the_end_comes_after_min_tokens_and_no_later() -> None:
+    """Guards the border: with min_tokens = k an EOS can be the (k+1)-th token, and none before it."""
+    free, drafter = plain_decode(target(False).model, Request(PROMPTS[2], 12)), make("suffix", target(False))
+    for token in dict.fromkeys(free[:-1]):
+        first, eos = free.index(token), frozenset({token})
+        for wait in (first, first + 1):
+            request = Request(PROMPTS[2], 12, eos=eos, min_tokens=wait)
+            ((new,), steps) = run(Decoder(drafter.target, drafter), [request])
+            assert new == plain_decode(drafter.target.model, request)
+            assert new[:first] == free[:first]
+            assert (new[first] == token) == (wait == first)
+            assert (steps[-1].finish == "stop") == (new[-1] == token)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,14 @@ import numpy as np
 __all__ = ["interpreted"]
 
 
-def _drop_triton(kernels: str) -> dict[str, ModuleType]:
-    """Forget the modules of Triton, but for its compiled ones, which are loaded once."""
+def _drop_triton() -> dict[str, ModuleType]:
+    """Forget the modules of Triton, but for its compiled ones, which are loaded once, and the modules of kernels. Returns Triton's."""
+    for name in [name for name in sys.modules if name.startswith("eyas.gpu._") and name.endswith("_kernels")]:
+        package, _, leaf = name.rpartition(".")
+        vars(sys.modules[package]).pop(leaf, None)
+        del sys.modules[name]
     names = [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]
-    return {name: sys.modules.pop(name) for name in [*names, kernels] if name in sys.modules}
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def interpreted(kernels: str) -> ModuleType:
@@ -25,16 +29,14 @@ def interpreted(kernels: str) -> ModuleType:
     Triton decides when its own functions are defined whether they are compiled or interpreted. So it is imported anew here, for this
     module alone; afterwards everybody finds the Triton that was there before.
     """
-    before, variable = _drop_triton(kernels), os.environ.get("TRITON_INTERPRET")
+    before, variable = _drop_triton(), os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         module = importlib.import_module(kernels)
         _mend_products(sys.modules["triton.runtime.interpreter"])
         return module
     finally:
-        _drop_triton(kernels)
-        package, _, leaf = kernels.rpartition(".")
-        vars(sys.modules[package]).pop(leaf, None)
+        _drop_triton()
         sys.modules.update(before)
         if variable is None:
             del os.environ["TRITON_INTERPRET"]

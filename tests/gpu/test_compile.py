@@ -12,7 +12,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
-BF16 = "*bf16"
+BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 STRIDES = "q_r q_n q_h k_r k_k k_s v_r v_k v_s"
 MOST_SHARED = 99 * 1024  # bytes that a block may have on the smallest of these GPUs
 
@@ -52,7 +52,7 @@ KERNELS = {
     ),
     "norm": Kernel(
         "_layer_kernels", "_add_norm_kernel", dict.fromkeys(["x", "residual", "weight", "summed", "normed"], BF16), "D x_m r_m",
-        {"ADDS": True, "BLOCK": 4096}, 8,
+        {"ADDS": True, "KEEPS": True, "BLOCK": 4096}, 8,
     ),
     "rotation": Kernel(
         "_layer_kernels", "_rotate_kernel",
@@ -60,6 +60,57 @@ KERNELS = {
         | {"position": "*i64", "length": "*i64"},
         "Q first q_m k_m v_m k_r k_k k_s v_r v_k v_s u_r u_k u_s",
         {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "Q_NORM": True, "K_NORM": True, "UNROTATED": True, "BLOCK": 64}, 1,
+    ),
+    "two norms": Kernel(
+        "_layer_kernels", "_join_norms_kernel", dict.fromkeys(["a", "b", "weight_a", "weight_b", "out"], BF16), "D a_m b_m",
+        {"BLOCK": 4096}, 8,
+    ),
+    "rounding": Kernel(
+        "_layer_kernels", "_quantise_kernel", {"x": BF16, "out": "*fp8e4nv", "scale": "*fp32"}, "width x_m",
+        {"LARGEST": 448.0, "BLOCK": 16384}, 8,
+    ),
+    "draws": Kernel(
+        "_cycle_kernels", "_draw_parts_kernel",
+        {"scores": "*fp32", "depth": I64, "position": I64, "seed": I64, "greedy": "*u8", "best": "*fp64", "token": I64, "broken": "*i32"},
+        "N V parts", {"NOISY": True, "BLOCK": 2048}, 8,
+    ),
+    "draws of all parts": Kernel(
+        "_cycle_kernels", "_draw_merge_kernel",
+        {"best": "*fp64", "token": I64, "broken": "*i32", "drawn": I64, "is_broken": "*u8"}, "parts", {"BLOCK": 64}, 1,
+    ),
+    "path": Kernel(
+        "_cycle_kernels", "_follow_kernel",
+        dict.fromkeys(["tokens", "parents", "draw", "path", "path_tokens", "length", "bonus"], I64) | {"candidate": "*u8"}, "N P",
+        {"BLOCK": 64}, 1,
+    ),
+    "commit": Kernel(
+        "_cycle_kernels", "_commit_kernel", {"store": BF16, "length": I64, "path": I64}, "P s_e s_b s_k s_s",
+        {"WIDTH": 128, "BLOCK": 128}, 1,
+    ),
+    "children, parts": Kernel(
+        "_growth_kernels", "_best_parts_kernel",
+        {"logits": BF16, "ids": I64, "seed": I64, "greedy": "*u8", "position": I64, "top_key": F32, "top_score": F32, "top_index": "*i32"}
+        | {"sums": F32},
+        "Q V parts level", {"K": 10, "NOISY": True, "HAS_IDS": True, "BLOCK": 1024},
+    ),
+    "children": Kernel(
+        "_growth_kernels", "_best_merge_kernel",
+        {"top_key": F32, "top_score": F32, "top_index": "*i32", "sums": F32, "greedy": "*u8", "index": I64, "log_q": F32, "chance": F32},
+        "Q parts", {"K": 10, "COUPLED": False, "BLOCK_P": 128, "BLOCK_C": 1024},
+    ),
+    "a level": Kernel(
+        "_growth_kernels", "_step_kernel",
+        dict.fromkeys(["index", "ids", "node_number", "tokens", "parents", "roots", "next_token", "next_number", "next_parent"], I64)
+        | dict.fromkeys(["log_q", "chance", "node_value", "scores", "values", "next_value"], F32) | {"seen": "*u8", "next_seen": "*u8"},
+        "Q X first slots", {"K": 10, "HAS_IDS": True, "BY_VALUE": True, "FIRST": False, "BLOCK_C": 128, "BLOCK_T": 128},
+    ),
+    "ranks": Kernel("_growth_kernels", "_rank_kernel", {"values": F32, "kept": "*u8"}, "X most", {"BLOCK": 64}),
+    "kept nodes": Kernel("_growth_kernels", "_pack_kernel", {"kept": "*u8", "keep": I64}, "X M", {"BLOCK": 1024}),
+    "tree": Kernel(
+        "_growth_kernels", "_build_kernel",
+        dict.fromkeys(["keep", "tokens", "parents", "token_out", "parent_out", "depth_out"], I64)
+        | dict.fromkeys(["scores", "values", "score_out", "value_out"], F32) | {"candidate_out": "*u8", "mask_out": "*u8"},
+        "X N depth", {"BLOCK": 64},
     ),
     "gate": Kernel("_layer_kernels", "_swiglu_kernel", dict.fromkeys(["gate", "up", "out"], BF16), "width g_m u_m", {"BLOCK": 1024}),
 }  # fmt: skip
@@ -77,9 +128,11 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = KERNELS[name]
+    if name == "rounding" and capability < 89:
+        pytest.skip("no fp8")
     function = getattr(import_module(f"eyas.gpu.{kernel.module}"), kernel.name)
-    names, floats = function.arg_names, {"scale": "fp32", "eps": "fp32"}
-    types = kernel.pointers | dict.fromkeys(kernel.scalars.split(), "i32") | floats | dict.fromkeys(kernel.constants, "constexpr")
+    names, floats = function.arg_names, dict.fromkeys(["scale", "eps", "sharpness", "log_stop"], "fp32")
+    types = floats | kernel.pointers | dict.fromkeys(kernel.scalars.split(), "i32") | dict.fromkeys(kernel.constants, "constexpr")
     aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in STRIDES.split())]
     source = ASTSource(
         function,

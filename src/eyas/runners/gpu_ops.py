@@ -1,17 +1,66 @@
-"""The operations of a cycle by the GPU kernels: the same numbers as `core.ops.Ops`, which is the reference. Not yet run on a GPU."""
+"""The operations of a cycle by the GPU kernels: the results of `core.ops.Ops`, which is the reference.
+
+Draws: the reference adds score and noise in float32 after a log softmax, the kernel adds the same float32 noise to the score in float64.
+So the ids are equal unless two tokens lie closer than the reference rounds, about one in a million draws. On one device every draw
+depends on the node's own logits alone, as the text of a seed requires. Not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from eyas.core.ops import Ops
+import torch
+from torch import Tensor, nn
+
+from eyas import gpu
+from eyas.core.ops import Ops, TreeGrower
+from eyas.core.sampling import GumbelNoise
+from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import with_gpu_kernels
+from eyas.runners.gpu_grow import grower_of
+
+if TYPE_CHECKING:
+    from eyas.core.target import Target
 
 __all__ = ["GpuOps"]
 
 
+@dataclass(frozen=True)
 class GpuOps(Ops):
-    """Draft nets by kernels."""
+    """Draws, paths, commits, draft nets and dynamic trees by kernels.
+
+    Attributes:
+        on_cpu: use the kernels for tensors on a CPU too, where Triton's interpreter runs them; draft nets always use them.
+    """
+
+    on_cpu: bool = False
+
+    def _suits(self, tensor: Tensor) -> bool:
+        return self.on_cpu or tensor.device.type != "cpu"
+
+    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+        if not self._suits(scores_BNV):
+            return super().draw(scores_BNV, tree, position_B, noise)
+        drawn_BN, broken_BN = gpu.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy)
+        return drawn_BN, broken_BN.any(-1)
+
+    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+        if not self._suits(draw_BN):
+            return super().follow(draft, draw_BN)
+        tree = draft.tree
+        return Verdict(*gpu.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
+
+    def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+        if self._suits(store):
+            gpu.commit(store, length_B, path_BP)
+        else:
+            super().commit(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_gpu_kernels(net, draft_weights)
+
+    def grower(self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
+        if not self.on_cpu and target.device.type == "cpu":
+            return None
+        return grower_of(target, net, embeddings, draft_ids_v)

@@ -1,0 +1,171 @@
+"""The GPU kernels of drafts and verification as operators of torch. On a CPU the reference in `core` and `drafters` runs instead.
+
+Not yet run on a GPU. Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v that of the draft, Q nodes of a level, K
+children of each, X all drafted nodes and the root, M nodes without the root, T nodes in slots.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+__all__ = ["KERNELS", "best_children", "build_tree", "commit", "draw", "follow", "grow_step", "keep_best"]
+
+KERNELS = {"eyas::draw": 2, "eyas::best_children": 2, "eyas::keep_best": 2}  # operators of more than one kernel
+
+
+def cycle_kernels() -> ModuleType:
+    from eyas.gpu import _cycle_kernels
+
+    return _cycle_kernels
+
+
+def growth_kernels() -> ModuleType:
+    from eyas.gpu import _growth_kernels
+
+    return _growth_kernels
+
+
+@torch.library.custom_op("eyas::draw", mutates_args=())
+def draw(
+    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The largest score + noise at each node, int64 [B, N]; which nodes have NaN among their scores. noisy: not all rows are greedy."""
+    drawn, broken = _empty_draws(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
+    cycle_kernels().draw(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy, drawn, broken)
+    return drawn, broken
+
+
+@draw.register_fake
+def _empty_draws(
+    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = scores_BNV.shape[:2]
+    return scores_BNV.new_empty(shape, dtype=torch.int64), scores_BNV.new_empty(shape, dtype=torch.bool)
+
+
+@torch.library.custom_op("eyas::follow", mutates_args=())
+def follow(
+    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The path [B, longest] of the nodes that were drawn at their parents, its tokens, its length and the bonus."""
+    outputs = _empty_paths(tokens_BN, parents_BN, candidate_BN, draw_BN, longest)
+    cycle_kernels().follow(tokens_BN, parents_BN, candidate_BN, draw_BN, *outputs)
+    return outputs
+
+
+@follow.register_fake
+def _empty_paths(
+    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B = tokens_BN.shape[0]
+    path_BP = tokens_BN.new_empty(B, longest)
+    return path_BP, torch.empty_like(path_BP), tokens_BN.new_empty(B), tokens_BN.new_empty(B)
+
+
+@torch.library.custom_op("eyas::commit", mutates_args=("store",))
+def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+    cycle_kernels().commit(store, length_B, path_BP)
+
+
+@commit.register_fake
+def _no_commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+    return
+
+
+@torch.library.custom_op("eyas::best_children", mutates_args=())
+def best_children(
+    logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
+    confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log q, log of the confidence."""
+    inputs = (logits_BQv, ids_v, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled)
+    outputs = _empty_children(*inputs, branch)
+    ids = seed_B if ids_v is None else ids_v
+    growth_kernels().best_children(
+        logits_BQv, ids, ids_v is not None, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled, *outputs
+    )  # fmt: skip
+    return outputs
+
+
+@best_children.register_fake
+def _empty_children(
+    logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
+    confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (*logits_BQv.shape[:2], branch)
+    floats = [logits_BQv.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+    return logits_BQv.new_empty(shape, dtype=torch.int64), floats[0], floats[1]
+
+
+@torch.library.custom_op("eyas::grow_step", mutates_args=("tokens_BX", "log_q_BX", "value_BX", "parents_BX"))
+def grow_step(
+    index_BQK: Tensor, log_q_BQK: Tensor, chance_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
+    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, roots_B: Tensor,
+    first: int, log_stop: float, by_value: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Write the children of a level's nodes down as the drafted nodes `first` and following, and choose the next level's nodes.
+
+    Args:
+        value_BQ, number_BQ, visible_BQT: of the level's nodes; they are not read at the first level (first = 1).
+
+    Returns:
+        of the next level's K nodes: tokens, values, numbers, which of the Q nodes their parents are, and visible [B, K, T + K].
+    """
+    outputs = _empty_level(
+        index_BQK, log_q_BQK, chance_BQK, ids_v, value_BQ, number_BQ, visible_BQT, tokens_BX, log_q_BX, value_BX, parents_BX, roots_B,
+        first, log_stop, by_value,
+    )  # fmt: skip
+    growth_kernels().step(
+        (index_BQK, log_q_BQK, chance_BQK), roots_B if ids_v is None else ids_v, ids_v is not None, (value_BQ, number_BQ, visible_BQT),
+        (tokens_BX, log_q_BX, value_BX, parents_BX), roots_B, first, log_stop, by_value, outputs,
+    )  # fmt: skip
+    return outputs
+
+
+@grow_step.register_fake
+def _empty_level(
+    index_BQK: Tensor, log_q_BQK: Tensor, chance_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
+    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, roots_B: Tensor,
+    first: int, log_stop: float, by_value: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, _, K = index_BQK.shape
+    token, number, parent = (index_BQK.new_empty(B, K) for _ in range(3))
+    seen = visible_BQT.new_empty(B, K, visible_BQT.shape[2] + K)
+    return token, log_q_BQK.new_empty(B, K), number, parent, seen
+
+
+@torch.library.custom_op("eyas::keep_best", mutates_args=())
+def keep_best(value_BX: Tensor, most: int) -> Tensor:
+    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the earlier node. The root is none of them."""
+    keep = _empty_kept(value_BX, most)
+    growth_kernels().keep_best(value_BX, keep)
+    return keep
+
+
+@keep_best.register_fake
+def _empty_kept(value_BX: Tensor, most: int) -> Tensor:
+    return value_BX.new_empty(value_BX.shape[0], most, dtype=torch.int64)
+
+
+@torch.library.custom_op("eyas::build_tree", mutates_args=())
+def build_tree(
+    keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The tree of the root and the kept nodes: tokens, log q, values, parents, candidates, depths [B, N], mask [B, N, N]."""
+    outputs = _empty_tree(keep_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
+    growth_kernels().build(keep_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
+    return outputs
+
+
+@build_tree.register_fake
+def _empty_tree(
+    keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, N = keep_BM.shape[0], keep_BM.shape[1] + 1
+    tokens, parents, depths = (keep_BM.new_empty(B, N) for _ in range(3))
+    log_q, values = (value_BX.new_empty(B, N) for _ in range(2))
+    candidate, mask = keep_BM.new_empty(B, N, dtype=torch.bool), keep_BM.new_empty(B, N, N, dtype=torch.bool)
+    return tokens, log_q, values, parents, candidate, depths, mask

@@ -1,0 +1,145 @@
+"""The Triton kernels of verification and of dynamic trees, by Triton's interpreter, against `core` and `drafters._grow`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from eyas import drafters, kernels
+from eyas.core.cache import commit_path
+from eyas.core.drafter import build_options
+from eyas.core.engine import Decoder, Request
+from eyas.core.ops import REFERENCE, Ops
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+from eyas.gpu import _cycle_ops
+from eyas.runners.fused import FusedLayers
+from eyas.runners.gpu_ops import GpuOps
+from eyas.runners.graphs import GraphRunner
+from fake_graphs import captured_without_gpu
+from reference import plain_decode, run
+
+pytest.importorskip("triton")
+from interpreted import interpreted
+
+CYCLE, GROWTH = interpreted("eyas.gpu._cycle_kernels"), interpreted("eyas.gpu._growth_kernels")
+OPS = GpuOps(on_cpu=True)
+TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 0, 3, 4]]), 4)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    monkeypatch.setattr(_cycle_ops, "cycle_kernels", lambda: CYCLE)
+    monkeypatch.setattr(_cycle_ops, "growth_kernels", lambda: GROWTH)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # products of random words wrap around
+        yield
+
+
+def noise_of(*temperatures: float) -> GumbelNoise:
+    return GumbelNoise.of([Sampling(t, seed=7 + n) for n, t in enumerate(temperatures)])
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (1.0, 1.0), (0.0, 0.7)])
+@pytest.mark.parametrize("vocab", [50, 2500])
+def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
+    """Guards noise (SplitMix64 and two logarithms, bit by bit), blocks of the vocabulary, excluded tokens, ties and mixed rows: the draws
+    of the reference, whose rounding differs in one draw of a million."""
+    noise, position = noise_of(*temperatures), torch.tensor([11, 2**20])
+    scores = 2 * torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(vocab))
+    scores[:, :, ::3] = -math.inf
+    scores[:, 2] = 1.0  # ties: the first
+    expected, _ = REFERENCE.draw(scores, TREE, position, noise)
+    drawn, broken = OPS.draw(scores, TREE, position, noise)
+    assert torch.equal(drawn, expected)
+    assert broken is not None
+    assert broken.tolist() == [False, False]
+    scores[1, 3, vocab - 1] = math.nan
+    broken = OPS.draw(scores, TREE, position, noise)[1]
+    assert broken is not None
+    assert broken.tolist() == [False, True]
+
+
+def test_paths() -> None:
+    """Guards the descent: every prefix of a path, a drawn token that no child has, children that may not be accepted."""
+    die = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        tokens = torch.randint(0, 4, (2, 7), generator=die)
+        tokens[:, [2, 4]] = tokens[:, [1, 3]] + 4  # siblings differ
+        candidate = torch.rand(2, 7, generator=die) < 0.9
+        candidate[:, 0] = True
+        tree = Tree(TREE.parents_BN, candidate, TREE.depth_BN, TREE.mask_BNN, TREE.max_depth)
+        drawn = torch.randint(0, 5, (2, 7), generator=die)
+        draft = Draft(tree, tokens)
+        if len({(b, int(p), int(t)) for b in range(2) for p, t in zip(TREE.parents_BN[b], tokens[b], strict=True)}) < 14:
+            continue
+        expected, found = REFERENCE.follow(draft, drawn), OPS.follow(draft, drawn)
+        for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_commits() -> None:
+    """Guards paths whose places overlap with nodes that are still to be read."""
+    store = torch.randn(4, 3, 2, 30, 12, generator=torch.Generator().manual_seed(0))
+    expected, length = store.clone(), torch.tensor([5, 0, 11])
+    path = torch.tensor([[0, 2, 3, 7], [0, 1, 2, -1], [0, 5, -1, -1]])
+    commit_path(expected, length, path)
+    OPS.commit(store, length, path)
+    for row, (begin, nodes) in enumerate(zip(length.tolist(), (4, 3, 2), strict=True)):
+        assert torch.equal(store[:, row, :, : begin + nodes], expected[:, row, :, : begin + nodes])
+
+
+def decoded(name: str, options: dict[str, object], ops: Ops, sampling: Sampling) -> tuple[list[list[int]], list[Draft]]:
+    target, kind = Target(zoo.tiny("llama", num_hidden_layers=7)), drafters.find(name)
+    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
+    ids = torch.arange(3, zoo.VOCAB, 2) if name == "eagle3" else None
+    drafter = kind.random(target, build_options(kind.Options, options), seed=1, **({} if ids is None else {"draft_ids_v": ids}))
+    requests = [Request(tuple(range(5, 5 + n)), 3, sampling) for n in (9, 30)]
+    tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
+    return [list(t) for t in tokens], [s.draft for s in steps if s.draft is not None]
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tree.noise": "none", "tree.confidence_temperature": 1.0},
+        {"tree.expand": "confidence", "tree.rerank": False},
+        {"tree.stop": 0.05, "tree.nodes": 40},
+    ],
+    ids=["usual", "as in the paper", "expanded nodes", "stopped"],
+)
+def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
+    """Guards trees grown by kernels: the nodes, tokens, values and masks of `grow_dynamic`, and the text of plain decoding."""
+    options = {"tree.nodes": 12, "tree.depth": 3, "tree.branch": 3, **options}
+    name = "eagle2" if "tree.stop" in options else "eagle3"
+    (text, trees), (expected_text, expected_trees) = (decoded(name, options, ops, sampling) for ops in (OPS, REFERENCE))
+    assert text == expected_text
+    model = zoo.tiny("llama", num_hidden_layers=7)
+    assert text == [plain_decode(model, Request(tuple(range(5, 5 + n)), 3, sampling)) for n in (9, 30)]
+    assert len(trees) == len(expected_trees) > 0
+    for found, expected in zip(trees, expected_trees, strict=True):
+        assert torch.equal(found.tokens_BN, expected.tokens_BN)
+        for name in ("parents_BN", "candidate_BN", "depth_BN", "mask_BNN"):
+            assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
+        close(found.score_BN, expected.score_BN)
+        close(found.value_BN, expected.value_BN)
+        assert (found.drafted is None) == (expected.drafted is None)
+        if found.drafted is not None and expected.drafted is not None:
+            assert torch.equal(found.drafted.parents_BX, expected.drafted.parents_BX)
+            close(found.drafted.value_BX, expected.drafted.value_BX)

@@ -7,7 +7,7 @@ of the model's own code. What it cannot do shows as an exception (a value that t
     faults       tensors of the host inside the recorded region, two devices in one operation, attention masks of odd widths
 
 An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may be split. Operators of ours
-(torch.library) count as many kernels as KERNELS says. A build of torch without CUDA serves too: it lacks the guard of the device that
+(torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A build of torch without CUDA serves too: it lacks the guard of the device that
 indexing asks for, so `Unguarded` does that in its place.
 """
 
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from eyas.gpu import KERNELS
 from eyas.timing import StageTimer
 
 __all__ = ["CUDA", "Launch", "LaunchLog", "fake_cuda", "logged_by_stage"]
@@ -49,7 +50,6 @@ NOTHING = frozenset({
 })  # fmt: skip
 READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")  # the host waits for a value
 GATHERS = frozenset({"index", "gather", "embedding", "index_select"})  # read as much as they write
-KERNELS: dict[str, int] = {}  # operators of ours that are several kernels, by name
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class LaunchLog(TorchDispatchMode):
             for mask in read[3:]:
                 if mask.ndim == 4 and mask.shape[-1] % 8:
                     self.faults[f"{self.stage()}: a mask of width {mask.shape[-1]}, which is padded"] += 1
-        if made and name not in NOTHING and not _is_view(name, read, made):
+        writes = func._schema.is_mutable
+        if (made or writes) and name not in NOTHING and (writes or not _is_view(name, read, made)):
             size = _bytes_of(name, args, read, made)
             self.launches.append(Launch(self.stage(), name, size, name in PRODUCTS, KERNELS.get(name, 1)))
         return outputs
@@ -117,6 +118,11 @@ def _bytes_of(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tenso
         return 2 * _size(args[2])
     if name in ("copy_", "fill_", "zero_"):
         return sum(map(_size, made)) + sum(map(_size, read[1:]))
+    if name == "rotate_and_store":  # writes the new tokens' slots of the cache alone
+        return 2 * sum(map(_size, read[:3]))
+    if name == "commit":
+        store, _, path = read
+        return 2 * path.numel() * (store.numel() // (store.shape[1] * store.shape[3])) * store.element_size()
     return sum(map(_size, read)) + sum(map(_size, made))
 
 

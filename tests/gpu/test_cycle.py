@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from eyas.core.tree import Draft, Tree
 from eyas.gpu import _cycle_ops
 from eyas.runners.fused import FusedLayers
 from eyas.runners.gpu_ops import GpuOps
+from eyas.runners.gpu_proof import fault_of_kernels
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
@@ -143,3 +146,33 @@ def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
         if found.drafted is not None and expected.drafted is not None:
             assert torch.equal(found.drafted.parents_BX, expected.drafted.parents_BX)
             close(found.drafted.value_BX, expected.drafted.value_BX)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_kernels_prove_themselves() -> None:
+    """Guards the trial that every machine makes before it uses the kernels: right ones pass."""
+    assert fault_of_kernels(CPU, OPS) == ""
+
+
+def wrong_paths(*inputs: Any) -> None:
+    for output in inputs[4:]:
+        output.zero_()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "kernel", "fault"),
+    [
+        ("cycle_kernels", "follow", wrong_paths, "a path gives other numbers"),
+        ("growth_kernels", "keep_best", lambda values, keep: keep.fill_(1), "a tree gives other numbers"),
+        ("cycle_kernels", "commit", lambda *_: None, "commit gives other numbers"),
+        ("cycle_kernels", "draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_kernels_are_found(module: str, name: str, kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards texts: a kernel that a compiler breaks, or that does not compile, is not used."""
+    real = getattr(_cycle_ops, module)()
+    monkeypatch.setattr(_cycle_ops, module, lambda: SimpleNamespace(**{**vars(real), name: kernel}))
+    assert fault_of_kernels(CPU, OPS) == fault

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["KERNELS", "best_children", "build_tree", "commit", "draw", "follow", "grow_step", "keep_best"]
 
-KERNELS = {"eyas::draw": 2, "eyas::best_children": 2, "eyas::keep_best": 2}  # operators of more than one kernel
+KERNELS = {"draw": 2, "best_children": 2, "keep_best": 2}  # operators of more than one kernel
 
 
 def cycle_kernels() -> ModuleType:
@@ -85,7 +85,8 @@ def best_children(
     outputs = _empty_children(*inputs, branch)
     ids = seed_B if ids_v is None else ids_v
     growth_kernels().best_children(
-        logits_BQv, ids, ids_v is not None, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled, *outputs
+        logits_BQv, ids, ids_v is not None, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled,
+        *outputs,
     )  # fmt: skip
     return outputs
 
@@ -139,7 +140,7 @@ def _empty_level(
 
 @torch.library.custom_op("eyas::keep_best", mutates_args=())
 def keep_best(value_BX: Tensor, most: int) -> Tensor:
-    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the earlier node. The root is none of them."""
+    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the earlier node. The root is not one."""
     keep = _empty_kept(value_BX, most)
     growth_kernels().keep_best(value_BX, keep)
     return keep

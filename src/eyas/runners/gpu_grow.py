@@ -43,7 +43,7 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
 
         def head(hidden: Tensor) -> Tensor:
             normed = net.normed(hidden)
-            return own_head(normed) if own_head is not None else target.head(normed.to(target.dtype))  # type: ignore[no-any-return]
+            return own_head(normed) if own_head is not None else target.head(normed.to(target.dtype))
 
     elif getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
 
@@ -88,7 +88,7 @@ class GpuGrower:
         first = cycle_input.sampling[0]
         plain = type(first)(temperature=first.temperature, seed=first.seed)
         alike = all(replace(sampling, seed=first.seed) == plain for sampling in cycle_input.sampling)
-        return alike and cycle_input.history_BV is None and not cycle_input.processors
+        return alike and cycle_input.adjustments is None
 
     def __call__(
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache,

@@ -7,8 +7,8 @@ of the model's own code. What it cannot do shows as an exception (a value that t
     faults       tensors of the host inside the recorded region, two devices in one operation, attention masks of odd widths
 
 An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may be split. Operators of ours
-(torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A build of torch without CUDA serves too: it lacks the guard of the device that
-indexing asks for, so `Unguarded` does that in its place.
+(torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A build of torch without CUDA serves too: it lacks the guard of the
+device that indexing asks for, so `Unguarded` does that in its place.
 """
 
 from __future__ import annotations

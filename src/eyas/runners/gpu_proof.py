@@ -87,8 +87,9 @@ def _rotation(device: torch.device) -> str:
     key, value = (torch.zeros(2, 2, 40, 64, device=device) for _ in range(2))
     found = gpu.rotate_and_store(q, k, v, angle.cos(), angle.sin(), position, length_R, 1, key, value, None, None, 0.0, None)
     row, slot = torch.arange(2, device=device)[:, None], position + 1
-    stored = (key[row, :, slot], rope(k.unflatten(2, (2, 64)), position, frequency)), (value[row, :, slot], v.unflatten(2, (2, 64)))
-    return _same("rotation", (found, rope(q.unflatten(2, (4, 64)), position, frequency)), *stored)
+    q_RQHh, k_RQKh, v_RQKh = (x.reshape(2, 3, -1, 64) for x in (q, k, v))
+    stored = (key[row, :, slot], rope(k_RQKh, position, frequency)), (value[row, :, slot], v_RQKh)
+    return _same("rotation", (found, rope(q_RQHh, position, frequency)), *stored)
 
 
 def _gate(device: torch.device) -> str:

@@ -101,6 +101,12 @@ def test_the_results_are_made_from_the_records(command: Any) -> None:
     assert command("papers").page(results.RECORDS, old=papers) == papers, "run: python runs/papers.py"
 
 
+def test_expected_times_are_those_of_the_page(command: Any) -> None:
+    """Bug: the arithmetic changes, and docs/gpu.md keeps its old figures."""
+    page = (RUNS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert command("gpu_estimate").table() in page, "run: python runs/gpu_estimate.py"
+
+
 def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:
     """Bugs: a run goes on in the rows of other settings; what was measured is measured again."""
     common = command("_common")

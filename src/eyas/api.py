@@ -156,10 +156,11 @@ def load(
             in every cycle.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
-        kernels: "auto": compiled kernels on a CPU for the model types that they support, the
-            model's own forward elsewhere. "on": the same, with a warning where they are not used;
-            on a GPU CUDA graphs. "compile": CUDA graphs with layers by torch.compile. "off": the
-            model's own forward.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
+            graphs on a GPU once they have given the model's own numbers there, the model's own
+            forward elsewhere. "on": the same, with a warning where they are not used, and for
+            models that you loaded, too. "compile": the same with layers that have no kernels by
+            torch.compile. "off": the model's own forward.
         weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a
             target of its own.
         activations: precision of what weights are multiplied by: "exact", or rounded by the kernels
@@ -191,6 +192,7 @@ def load(
         draft_weights=draft_weights,
     )
     drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
+    runners.warm_up(drafter)
     policy = auto(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 

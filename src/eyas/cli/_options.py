@@ -83,8 +83,9 @@ class TargetOptions:
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     kernels: Annotated[Literal["auto", "on", "compile", "off"], "Machine"] = "auto"
-    """On a CPU: compiled kernels where they support the model (auto), with a note where they do not
-    (on), or never (off). On a GPU: CUDA graphs (on), also with torch.compile (compile)."""
+    """Compiled kernels on a CPU, CUDA graphs and Triton kernels on a GPU: where they suit the model
+    (auto), with a note where they do not (on), or never (off). compile: torch.compile for layers
+    that have no kernels, on a GPU."""
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
     Needs the compiled kernels."""

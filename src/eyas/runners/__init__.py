@@ -3,6 +3,8 @@
 cpu.py         compiled C++ kernels for the model types that they support; cpu_ops.py and cpu_grow.py: the rest of the cycle by kernels
 graphs.py      the model's own forward, or whole cycles, as CUDA graphs; recording.py: which part of a cycle is recorded
 fused.py       layers of the LLaMA shape by few kernels, inside CUDA graphs
+gpu_ops.py     the rest of the cycle by GPU kernels; gpu_grow.py: dynamic trees; gpu_proof.py tries all of them before they are used
+warm_up.py     decodes a little before the first answer, for whatever is compiled
 compiled.py    other layers by torch.compile, inside CUDA graphs
 attention.py   grouped-query attention over trees without copies of keys and values
 
@@ -17,17 +19,22 @@ from copy import copy
 
 import torch
 
+from eyas.core.ops import REFERENCE, Ops
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
+from eyas.gpu import available as has_gpu_kernels
 from eyas.kernels import WeightFormat, available, has_vnni
 from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, runner
 from eyas.runners.cpu_ops import CycleKernels
 from eyas.runners.fused import fused_layers
+from eyas.runners.gpu_ops import GpuOps
+from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
 from eyas.runners.graphs import GraphRunner
+from eyas.runners.warm_up import warm_up
 
-__all__ = ["UnsuitedError", "prepared", "runner"]
+__all__ = ["UnsuitedError", "prepared", "runner", "warm_up"]
 
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "compile", "off")
@@ -46,8 +53,8 @@ def prepared(
     """The target with its fastest runner.
 
     Args:
-        kernels: auto: compiled kernels where they suit; on: a warning says why they do not, and CUDA graphs on a GPU; compile: these with
-            layers by torch.compile, on a GPU only; off: the model's own forward.
+        kernels: auto: compiled kernels where they suit, CUDA graphs on a GPU; on: a warning says why they do not; compile: on a GPU only,
+            layers that eyas has no kernels for run by torch.compile; off: the model's own forward.
         own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
         weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its own (`formats.WeightFormat`).
             With int4 the lm_head is int8.
@@ -109,16 +116,30 @@ def _with_cycle_kernels(target: Target) -> Target:
 
 
 def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
-    if kernels == "auto":  # not yet run on a GPU, so only where it is asked for
-        return target
+    """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's own forward; else as it is."""
     if rope := _growing_rope(target):
-        warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
+        if kernels != "auto":
+            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
         return target
-    fused = fused_layers(target, joins=own)
-    if kernels == "on":
-        return target.run_with(GraphRunner(target, fused=fused))
-    log.info("layers are compiled at their first passes: a minute or so, once; torch keeps what it makes on disk")
-    return target.run_with(GraphRunner(target, compiled=CompiledLayers(target.family.layers), fused=fused))
+    log.info("GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)")
+    ops = _ops_for(target.device)
+    fused = None if ops is REFERENCE else fused_layers(target, joins=own)
+    compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
+    made = GraphRunner(target, compiled=compiled, fused=fused, ops=ops)
+    if fault := fault_of_runner(target, made):
+        warnings.warn(f"the model runs by its own forward, as a CUDA graph fails on this GPU: {fault}", stacklevel=5)
+        return target
+    return target.run_with(made)
+
+
+def _ops_for(device: torch.device) -> Ops:
+    """The operations of a cycle by GPU kernels, if all of them give on this device what torch does; else in torch."""
+    if not has_gpu_kernels(device):
+        return REFERENCE
+    if fault := fault_of_kernels(device, ops := GpuOps()):
+        warnings.warn(f"eyas' GPU kernels are left out, as one fails on this GPU: {fault}", stacklevel=6)
+        return REFERENCE
+    return ops
 
 
 def _without_cudnn_attention(device: torch.device) -> None:

@@ -8,7 +8,10 @@ from torch import Tensor
 from eyas.core.target import ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
 
-__all__ = ["UnsuitedError", "differences"]
+__all__ = ["UnsuitedError", "compare", "differences"]
+
+CLOSE = {torch.float32: 1e-4}  # tolerance, relative to the norm of all numbers; other orders of summation change less
+CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 
 
 class UnsuitedError(Exception):
@@ -34,3 +37,12 @@ def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
     if torch.isnan(own.logits_BNV).any():
         raise target.nan_error(ids[0].tolist())
     return [(own.logits_BNV, ours.logits_BNV), (own.features_BNF, ours.features_BNF)]
+
+
+def compare(target: Target, runner: Runner) -> None:
+    """UnsuitedError if the runner's logits or features differ from those of the model's own forward."""
+    tolerance = CLOSE.get(target.dtype, CLOSE_ROUNDED)
+    for own, ours in differences(target, runner):
+        difference = float((own.float() - ours.float()).norm() / own.float().norm())
+        if not difference <= tolerance:  # NaN is not
+            raise UnsuitedError(f"the model's own forward gives other numbers (by {difference:.2g})")

@@ -30,7 +30,7 @@ from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_store, swiglu
 from eyas.nn import Matrices
-from eyas.runners._comparison import UnsuitedError, differences
+from eyas.runners._comparison import UnsuitedError, compare
 
 __all__ = ["FusedLayers", "FusedRunner", "check", "fused_layers"]
 
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-CLOSE = {torch.float32: 1e-4}  # tolerance, relative to the norm of all numbers; other orders of summation change less
-CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 
 
 @dataclass(frozen=True)
@@ -170,11 +168,7 @@ def fused_layers(target: Target, joins: bool) -> FusedLayers | None:
 
 def check(fused: FusedLayers) -> None:
     """Compare with the model's own forward; UnsuitedError if logits or features differ."""
-    tolerance = CLOSE.get(fused.target.dtype, CLOSE_ROUNDED)
-    for own, ours in differences(fused.target, FusedRunner(fused)):
-        difference = float((own.float() - ours.float()).norm() / own.float().norm())
-        if not difference <= tolerance:  # NaN is not
-            raise UnsuitedError(f"the model's own forward gives other numbers (by {difference:.2g})")
+    compare(fused.target, FusedRunner(fused))
 
 
 def _refuse(target: Target) -> None:

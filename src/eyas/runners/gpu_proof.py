@@ -1,4 +1,4 @@
-"""Tries every GPU kernel on small inputs before it is used, against the same operation in torch.
+"""Tries every GPU kernel on small inputs before it is used, against the same operation in torch; then a CUDA graph of the model.
 
 The kernels have not run on a GPU yet, and a compiler or a generation of GPUs that nobody tried may refuse or miscompute one. So a machine
 proves them itself, in a second or two: a kernel that fails costs a warning and its speed, not the text.
@@ -15,10 +15,13 @@ from eyas import gpu
 from eyas.core.cache import commit_path, slot_mask
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise
+from eyas.core.target import Runner, Target
 from eyas.core.tree import Draft, Tree
+from eyas.errors import EyasError
 from eyas.nn import grouped_attention, rope
+from eyas.runners._comparison import compare
 
-__all__ = ["fault_of_kernels"]
+__all__ = ["fault_of_kernels", "fault_of_runner"]
 
 CLOSE = 1e-3  # float32 sums in another order; on a GPU also approximated functions
 
@@ -36,6 +39,17 @@ def fault_of_kernels(device: torch.device, ops: Ops) -> str:
                     return f"{name} gives other numbers"
             except Exception as error:  # whatever a compiler or a driver raises
                 return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def fault_of_runner(target: Target, runner: Runner) -> str:
+    """How a runner fails: it raises something, or gives other numbers than the model's own forward; "" if it does neither."""
+    try:
+        compare(target, runner)
+    except EyasError:
+        raise
+    except Exception as error:  # whatever a capture, a compiler or a driver raises
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
 
 

@@ -11,7 +11,7 @@
     metrics.py       counters for Prometheus; stats.py: the same as JSON for the page
 
     protocol/        the bodies of requests as pydantic models
-    completions.py, chat.py, tokens.py, info.py
+    completions.py, chat.py, responses.py, tokens.py, info.py
                      one dialect or concern each: from a body to the internal request, and from the stream to a response
     service.py, reply.py
                      what the dialects share

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, errors, info, tokens
+from eyas.serve import chat, completions, errors, info, responses, tokens
 from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import body_of
@@ -19,6 +19,7 @@ from eyas.serve.limits import BodyLimit
 from eyas.serve.page.routes import router as page_router
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.completions import CompletionBody
+from eyas.serve.protocol.responses import ResponsesBody
 from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from eyas.serve.service import Service
 
@@ -71,6 +72,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_route(request: Request, body: Annotated[ChatBody, Depends(body_of(ChatBody))]) -> Response:
         return await chat.chat(service, request, body)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses_route(request: Request, body: Annotated[ResponsesBody, Depends(body_of(ResponsesBody))]) -> Response:
+        return await responses.respond(service, request, body)
 
     @app.post("/tokenize")
     async def tokenize_route(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))]) -> dict[str, Any]:

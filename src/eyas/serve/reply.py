@@ -17,7 +17,7 @@ from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.service import Service
 from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
 
-__all__ = ["Dialect", "reply", "usage_of"]
+__all__ = ["Dialect", "collected", "reply", "usage_of"]
 
 
 @dataclass
@@ -63,14 +63,14 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
         events = _chunks(dialect, answer, body.stream_options or StreamOptions(), service.settings.keep_alive)
         return EventStream(events, answer.close, headers=headers)
     try:
-        totals = await unless_gone(request, _collected(answer))
+        totals = await unless_gone(request, collected(answer))
     finally:
         answer.close()
     response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
     return JSONResponse({**response, **dialect.extra(totals), **_figures(dialect.job, totals)}, headers=headers)
 
 
-async def _collected(answer: Answer) -> list[Totals]:
+async def collected(answer: Answer) -> list[Totals]:
     """The sequences of a job, whole."""
     totals = [Totals() for _ in range(answer.count)]
     async for delta in answer.deltas():

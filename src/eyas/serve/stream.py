@@ -30,6 +30,11 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
 
 
+def error_event(error: ApiError) -> bytes:
+    """An error as an event of completions and chats."""
+    return event(error.body())
+
+
 class EventStream(Response):
     """A response of events.
 
@@ -39,18 +44,25 @@ class EventStream(Response):
         events: encoded events and comments.
         close: called at the end, however it comes.
         last: what follows the events.
+        failed: makes the event of an error.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], last: bytes = DONE, headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        last: bytes = DONE,
+        headers: Mapping[str, str] | None = None,
+        failed: Callable[[ApiError], bytes] = error_event,
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self.events = events
         self.close = close
         self.last = last
+        self.failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -70,7 +82,7 @@ class EventStream(Response):
             answer = error_of(error)
             if answer is not error and answer.status == 500:
                 log.exception("a stream has failed")
-            await body(event(answer.body()))
+            await body(self.failed(answer))
         await body(self.last, more=False)
 
 

@@ -197,7 +197,49 @@ FIELDS = (
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+JUNK = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    2,
+    10**30,
+    -(10**30),
+    1.5,
+    1e300,
+    -1e300,
+    "",
+    "x",
+    "auto",
+    [],
+    [[]],
+    {},
+    {"5": 1e300},
+    [1, "a"],
+    [-1],
+    [10**30],
+)
+
+
+CHAT_FIELDS = (
+    "messages", "logprobs", "top_logprobs", "prediction", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "max_completion_tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields"), [(PATHS[0], FIELDS), (PATHS[1], CHAT_FIELDS)])
+def test_every_field_with_every_kind_of_value(small: Running, http: httpx2.Client, path: str, fields: tuple[str, ...]) -> None:
+    """A `speculation` of 10^30 reached torch and killed the engine, with every answer in it."""
+    good = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "timeout": 20}
+    for field in fields:
+        for value in JUNK:
+            response = http.post(small.url + path, content=json.dumps({**good, field: value}).encode(), headers=JSON)
+            assert response.status_code in (200, 400, 404, 408), (field, value, response.status_code, response.text)
+            assert response.status_code == 200 or response.json()["error"]["message"]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
 def test_malformed_bodies(small: Running, http: httpx2.Client, path: str, changes: dict[str, Any]) -> None:
     """A good body with some fields of any type and size: an answer or a refusal, in JSON or as events, never a fault of the server's."""

@@ -16,6 +16,7 @@ from eyas.errors import OptionError
 __all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
 
 MOST_LOGPROBS = 20  # per token
+MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 
 # Fields of other servers that are refused unless they have one of the values behind them, which change nothing here.
@@ -128,8 +129,8 @@ class GenerationBody(Body):
     @classmethod
     def _speculation(cls, value: Any) -> Any:
         number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not isinstance(value, bool | str) and not (number and value >= 1):
-            raise ValueError('speculation must be false, "auto", a number of draft tokens, or the name of a method')
+        if value is not None and not isinstance(value, bool | str) and not (number and 1 <= value <= MOST_DRAFTED):
+            raise ValueError(f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method')
         return value
 
     @property

@@ -141,20 +141,27 @@ async def hang_ups(client: Client, count: int) -> dict[str, Any]:
 
 
 async def bodies(client: Client, count: int) -> dict[str, Any]:
-    """Malformed bodies."""
+    """Malformed bodies: a field of a good one is replaced, or its end is cut off, or some of its bytes are changed."""
     dice = random.Random(1)
-    good = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "n": 1, "stop": ["x"], "stream": False,
-            "temperature": 0.5, "top_p": 0.9, "seed": 1, "logit_bias": {}, "stream_options": {}, "speculation": "auto"}  # fmt: skip
-    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+    common = {"max_tokens": 2, "n": 1, "stop": ["x"], "stream": False, "temperature": 0.5, "top_p": 0.9, "seed": 1, "logit_bias": {},
+              "stream_options": {}, "speculation": "auto"}  # fmt: skip
+    good: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hi", **common},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], **common},
+        "/v1/responses": {"input": "Hi", **common},
+        "/tokenize": {"prompt": "Hi", "add_special_tokens": True},
+        "/detokenize": {"tokens": [5, 6]},
+    }
 
     async def one(i: int) -> str:
-        body: Any = {**good, dice.choice(list(good)): dice.choice(JUNK), dice.choice(list(good)): dice.choice(JUNK)}
+        path = dice.choice(list(good))
+        body = {**good[path], dice.choice(list(good[path])): dice.choice(JUNK)} if i % 2 else good[path]
         content = json.dumps(body).encode()
         if i % 4 == 0:
             content = content[: dice.randrange(len(content))]
-        elif i % 4 == 1:
+        elif i % 4 == 2:
             content = bytes(byte ^ (dice.random() < 0.02) * dice.randrange(256) for byte in content)
-        response = await client.http.post(dice.choice(paths), content=content, headers=JSON)
+        response = await client.http.post(path, content=content, headers=JSON)
         return str(response.status_code)
 
     return dict(Counter(await bounded(count, 8, one)))

@@ -29,7 +29,8 @@ def blocks(page: str) -> list[str]:
 @needs_weights
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the first thing a newcomer copies."""
-    (code,) = blocks("README.md")
+    code, client = blocks("README.md")
+    assert "OpenAI" in client, "the other block is run by tests/serve/test_docs.py"
     exec(compile(code, "README.md", "exec"), {})
     assert "tokens per forward" in capsys.readouterr().out
 

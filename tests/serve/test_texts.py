@@ -20,6 +20,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
     {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 5},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"300": 2.0, "13": -100}, "seed": 6},
 )
 OWN = ("top_k", "min_p", "repetition_penalty")  # names that OpenAI's client does not know
 
@@ -35,7 +36,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(llm: eyas.LLM) -> list[Case]:
-    """32 requests: four prompts, each continued in two ways, with four samplings."""
+    """40 requests: four prompts, each continued in two ways, with five samplings."""
     prompts = [*PROMPTS, *(f"{prompt} Please be quick." for prompt in PROMPTS)]
     return [Case(p, s, llm.generate(p, max_new_tokens=NEW, **s).text) for p in prompts for s in SAMPLINGS]
 
@@ -82,7 +83,7 @@ def test_alone(server: Running, cases: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
-    """32 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and neighbours change no text."""
+    """40 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and neighbours change no text."""
     with running(llm, rows=rows, prefill_budget=7) as server:
         compare(server, cases)
         compare(server, cases, spread=0.5)
@@ -99,7 +100,7 @@ def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None
     for method in [*methods.names, False]:
         if method not in needs_more:
             drawn = isinstance(method, str) and methods.drafter(method).samples_children
-            compare(server, [case for case in cases[:4] if not drawn or case.sampling["temperature"] == 0], speculation=method)
+            compare(server, [case for case in cases[:5] if not drawn or case.sampling["temperature"] == 0], speculation=method)
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""The pages about the server are true: their clients get answers, their metrics and options exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+import eyas
+from eyas.serve.settings import Settings
+from serving import Running, running
+
+ROOT = Path(__file__).parents[2]
+SERVING = (ROOT / "docs" / "serving.md").read_text()
+README = (ROOT / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def embedded(llm: eyas.LLM) -> object:
+    """A server whose model has the name that `make serve` gives it."""
+    with running(llm, name="embedded", rows=2) as one:
+        yield one
+
+
+@pytest.mark.parametrize("page", [README, SERVING])
+def test_the_first_request_by_curl(embedded: Running, page: str) -> None:
+    """A newcomer copies it."""
+    match = re.search(rf"curl {ADDRESS}(\S+) -H '([^']+)'[\s\\]+-d '([^']+)'", page)
+    assert match is not None
+    path, header, body = match.groups()
+    headers = dict([header.split(": ")])
+    answer = httpx2.post(embedded.url + path, content=body.encode(), headers=headers, timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("page", [README, SERVING])
+def test_the_first_request_by_openai(
+    embedded: Running, page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block is run as it stands, on the port of the test."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "OpenAI" in block)
+    client = embedded.client()
+    monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
+    exec(compile(code, "page", "exec"), {})
+    assert len(capsys.readouterr().out.strip()) > 5
+
+
+def test_metrics_of_the_pages(embedded: Running) -> None:
+    """The table and the dashboard name no metric that the server does not have."""
+    httpx2.post(f"{embedded.v1}/completions", json={"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}, timeout=60)
+    shown = httpx2.get(f"{embedded.url}/metrics").text
+    known = {re.split(r"[{ ]", line)[0] for line in shown.splitlines() if line and line[0] != "#"}
+    known |= {name.removesuffix("_count") for name in known}
+    dashboard = json.loads((ROOT / "docs" / "grafana_dashboard.json").read_text())
+    asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    for name in {*re.findall(r"(?:vllm|eyas):\w+", SERVING), *re.findall(r"(?:vllm|eyas):\w+", asked)}:
+        assert name in known, name
+
+
+def test_defaults_of_the_page() -> None:
+    """The table of limits has the defaults of the code."""
+    settings = Settings("x")
+    for words in (
+        f"| {settings.rows}, {settings.queue} |",
+        f"| `--max-tokens` | {settings.max_tokens} |",
+        f"| {settings.max_sequences} | 400 |",
+        f"| {settings.max_body_bytes >> 20} MiB |",
+        f"| {settings.timeout:.0f} s |",
+    ):
+        assert words in SERVING, words

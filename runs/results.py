@@ -634,31 +634,6 @@ def picture(name: str) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-# --- the tables of a folder that runs/gpu.sh has filled ---
-
-
-def gpu_benches(folder: Path) -> str:
-    """A line for each bench and method; shape or model, context and kernels are in the folder's name."""
-    rows = []
-    for summary in sorted(folder.glob("*/summary.json")):
-        for row in json.loads(summary.read_text(encoding="utf-8"))["rows"]:
-            if row["task"] == "all":
-                speedup = [row["speedup"], row["speedup_low"], row["speedup_high"]]
-                others = (row[key] for key in ("speedup_vs_transformers_interval", "tau_interval", "c"))
-                rows.append([summary.parent.name, row["method"], cell(row["tokens_per_second"]), cell(speedup), *map(cell, others)])
-    return table(("run", "method", "tokens/s", "over vanilla", "over transformers", "tau", "c"), rows)
-
-
-def gpu_batches(folder: Path) -> str:
-    """A line for each number of rows and method."""
-    rows = []
-    for path in sorted(folder.glob("*-batch.json")):
-        for row in json.loads(path.read_text(encoding="utf-8"))["table"]:
-            cells = (cell(row[key]) for key in ("tokens_per_second", "over_plain", "tau", "c"))
-            rows.append([path.stem, str(row["rows"]), row["name"], *cells])
-    return table(("run", "rows", "method", "tokens/s", "over vanilla in as many rows", "tau", "c"), rows)
-
-
 def page(old: str) -> str:
     """docs/results.md: its hand-written head, and the appendix."""
     head, marker, _ = old.partition(MARKER)
@@ -670,13 +645,7 @@ def page(old: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when docs/results.md would change")
-    parser.add_argument(
-        "--gpu", type=Path, metavar="FOLDER", help="write nothing; print the tables of a folder that runs/gpu.sh has filled"
-    )
     args = parser.parse_args(arguments)
-    if args.gpu:
-        print(gpu_benches(args.gpu), gpu_batches(args.gpu), sep="\n")
-        return 0
     old = PAGE.read_text(encoding="utf-8")
     new = page(old)
     if args.check:

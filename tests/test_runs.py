@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+import processes
 import toy_tokenizer
 import zoo
 from eyas.cli._app import parse
@@ -284,3 +287,128 @@ def test_the_table_of_heads(command: Any) -> None:
     hidden, inner, kv = 384, 1024, 128
     layer = 2 * hidden * hidden + hidden + 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + hidden
     assert line.split("|")[2].strip() == f"{layer / 1e6:.2f}M"
+
+
+# --- runs/gpu.py -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can go; texts are equal by every runner;
+    each case is in the record; a second run measures nothing again."""
+    gpu, output = command("gpu"), tmp_path / "gpu.json"
+    given = [
+        "--device",
+        "cpu",
+        "--shape",
+        "small",
+        "--contexts",
+        "64",
+        "--rows",
+        "2",
+        "--rounds",
+        "1",
+        "--minutes",
+        "30",
+        "--output",
+        str(output),
+    ]
+    gpu.main(given)
+    assert "left: nothing; failed: none" in capsys.readouterr().out
+    content = json.loads(output.read_text())
+    plan = gpu.plan_of(gpu.options(given))
+    assert {name: list(cases) for name, cases in content["stages"].items()} == {s.name: [c.name for c in s.cases] for s in gpu.stages(plan)}
+    texts = [
+        row for name in ("texts", "compile") for record in content["stages"][name].values() for row in record["rows"] if "texts" in row
+    ]
+    assert {row["kernels"] for row in texts} == {"off", "on", "compile"}
+    assert [row for row in texts if row["dtype"] == "float32" and row["differ"]] == []
+    cycles = [row for record in content["stages"]["first"].values() for row in record["rows"]]
+    assert {row["method"] for row in cycles} == {"vanilla", "eagle3 8/3/4"}
+    assert all(row["tau"] > 1 for row in cycles if row["method"] != "vanilla")
+    assert all(row["error"] < 0.02 for record in content["stages"]["attention"].values() for row in record["rows"])
+    gpu.main(given)
+    again = json.loads(output.read_text())
+    assert again["stages"] == content["stages"]
+    assert "== " not in capsys.readouterr().out, "a case was measured again"
+
+
+def test_a_run_for_a_gpu_ends_in_time_and_goes_on(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bugs: the time is over and what was measured is lost; a case that fails ends all others, or is never measured again."""
+    gpu, lab = command("gpu"), command("_gpu_lab")
+    calls = list[str]()
+
+    def case(name: str, seconds: float = 0.0, error: Exception | None = None) -> Any:
+        def run(bench: Any) -> dict[str, Any]:
+            calls.append(name)
+            if error is not None:
+                raise error
+            return {"rows": [{"name": name}]}
+
+        return command("_gpu_stages").Case(name, run, seconds)
+
+    def measured(cases: list[Any], minutes: float = 5.0, retry: bool = False) -> Any:
+        results = lab.Results(tmp_path / "record.json", {"command": "x"})
+        if retry:
+            results.forget_failures()
+        bench = gpu.Bench(lab.Lab(torch.device("cpu"), lab.SMALL), results)
+        gpu.measure([gpu.Stage("stage", "", cases)], bench, lab.Clock(minutes, time.time()), 1.0)
+
+    broken = case("b", error=RuntimeError("no such kernel"))
+    with pytest.raises(lab.OutOfTime):
+        measured([case("a"), broken, case("c"), case("d", seconds=1000)])
+    assert calls == ["a", "b", "c"]
+    written = json.loads((tmp_path / "record.json").read_text())["stages"]["stage"]
+    assert list(written) == ["a", "b", "c"]
+    assert "no such kernel" in written["b"]["error"]
+    measured([case("a"), case("b"), case("c"), case("d")])
+    assert calls[3:] == ["d"]
+    measured([case("a"), case("b")], retry=True)
+    assert calls[4:] == ["b"]
+    capsys.readouterr()
+
+
+def test_a_case_that_takes_too_long_is_interrupted(command: Any) -> None:
+    """Bug: a compiler works on past the end of the lease, and the record of the run never arrives."""
+    gpu, lab = command("gpu"), command("_gpu_lab")
+
+    def endless() -> None:
+        while True:
+            try:
+                sum(range(1000))
+            except lab.OutOfTime:  # as a library would that takes every exception for its own
+                break
+        while True:
+            sum(range(1000))
+
+    with pytest.raises(lab.OutOfTime), gpu.interrupted_after(0.2):
+        endless()
+
+
+def test_mistakes_in_the_options_for_a_gpu(command: Any, tmp_path: Path) -> None:
+    gpu = command("gpu")
+    with pytest.raises(EyasError, match="unknown stage 'frist'; did you mean first"):
+        gpu.main(["--device", "cpu", "--stages", "machine,frist", "--output", str(tmp_path / "x.json")])
+    if not torch.cuda.is_available():
+        with pytest.raises(EyasError, match="torch sees no GPU"):
+            gpu.main(["--device", "cuda", "--output", str(tmp_path / "x.json")])
+
+
+def test_what_runs_on_a_gpu_needs_few_packages() -> None:
+    """Guards a machine that has torch and transformers and cannot install anything: no package of the command line or of pictures."""
+    missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
+    code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu, gpu_counts; gpu.stages(gpu.FULL); print('ok')"
+    done = processes.run([sys.executable, "-c", code])
+    assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, {runs!r})
+"""

@@ -100,7 +100,7 @@ def flop_rate(target: Target) -> float | None:
         matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
         rate = 2 * size**3 / min(_device_seconds(lambda: matrix @ matrix, device) for _ in range(REPEATS))
         if device.type == "cpu":  # by the runner's own head, which may be faster than torch
-            hidden_MD = torch.randn(rows, target.hidden_size)
+            hidden_MD = torch.randn(rows, target.hidden_size, dtype=target.dtype)
             best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
             rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
     except RuntimeError:

@@ -140,7 +140,9 @@ def _cycles(
     drafters = {name: bench.lab.drafter(entry, shape) for name, entry in entered.items()}
     timings = timed_cycles(bench.lab, drafters, context, rows, rates, temperature)
     base = timings[plain.name]
-    about = {"shape": shape, "kernels": plain.kernels, "context": context, "rows": rows, "T": temperature}
+    run: Any = drafters[plain.name].target.run
+    runner = f"{run.name}, layers by kernels" if getattr(run, "fused", None) else run.name
+    about = {"shape": shape, "kernels": plain.kernels, "runner": runner, "context": context, "rows": rows, "T": temperature}
     target = drafters[plain.name].target
     bound_ms = _bound_ms(bench, target, context, rows)
     lines = [{**about, **_line(name, timing, base, rows, bound_ms)} for name, timing in timings.items()]

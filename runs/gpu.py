@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,11 +80,13 @@ def measure(stage_list: Sequence[Stage], bench: Bench, clock: Clock, seconds_sca
 
 
 def attempt(case: Any, clock: Clock) -> dict[str, Any]:
-    """The case's record; of one that fails, its error."""
+    """The case's record; of one that fails, its error. Warnings are part of it: they say which kernels were left out, and why."""
     try:
-        with interrupted_after(clock.left - LAST_SECONDS):
+        with interrupted_after(clock.left - LAST_SECONDS), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             record: dict[str, Any] = case()
-            return record
+        said = list(dict.fromkeys(str(warning.message)[:300] for warning in caught if warning.category is UserWarning))
+        return {**record, "warnings": said}
     except Exception as error:
         if isinstance(error, OutOfTime):
             raise
@@ -107,7 +110,9 @@ def answers(device: torch.device) -> bool:
 
 def shown(record: dict[str, Any]) -> str:
     """The record's table, or its error."""
-    return f"FAILED {record['error']}" if "error" in record else table(record["rows"])
+    if "error" in record:
+        return f"FAILED {record['error']}"
+    return "\n".join([table(record["rows"]), *(f"warning: {line}" for line in record["warnings"])])
 
 
 def tables(content: dict[str, Any]) -> str:

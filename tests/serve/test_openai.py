@@ -144,6 +144,7 @@ def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"speculation": "no_such_method"}}, openai.BadRequestError, None),
         ({"extra_body": {"best_of": 4}}, openai.BadRequestError, None),
+        ({"extra_body": {"continue_final_message": True}}, openai.BadRequestError, "continue_final_message"),
         ({"store": True}, openai.BadRequestError, None),
         ({"modalities": ["text", "audio"]}, openai.BadRequestError, None),
     ],

@@ -342,6 +342,17 @@ def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
     assert str(file) in result.stderr
 
 
+def test_view_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
+    """Token ids are shown as numbers."""
+    file = tmp_path / "view.html"
+    result = run("generate", "--target", "bare", "--prompt-ids", "5,6,7", "--max-new-tokens", 4, "--view", file)
+    assert result.exit_code == 0, result.output
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
+    shown = "".join(token["text"] for cycle in data["cycles"] for token in cycle["tokens"])
+    assert (data["prompt"], data["text"]) == ("5, 6, 7", None)
+    assert shown.split() == result.stdout.strip().split(",")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

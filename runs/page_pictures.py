@@ -1,7 +1,9 @@
 """Take the pictures of the server's page in docs/pictures, with a real Chromium.
 
 eyas serve --tree.nodes 24 --tree.depth 6 --tree.branch 4
-python runs/page_pictures.py http://127.0.0.1:8000
+python runs/page_pictures.py http://127.0.0.1:8000 --only light dark narrow
+eyas serve
+python runs/page_pictures.py http://127.0.0.1:8000 --only live
 """
 
 from __future__ import annotations
@@ -50,53 +52,76 @@ def keep_busy(url: str, stop: threading.Event) -> None:
             response.read()
 
 
+class Camera:
+    """Opens the page and takes its pictures."""
+
+    def __init__(self, browser: Any, url: str, folder: Path) -> None:
+        self.browser, self.url, self.folder = browser, url, folder
+
+    def open(self, width: int, height: int, color_scheme: str = "light") -> Any:
+        """The page, once it knows the model."""
+        page = self.browser.new_page(viewport={"width": width, "height": height}, color_scheme=color_scheme, reduced_motion="reduce")
+        page.goto(self.url)
+        page.locator("#model").filter(has_text="e").wait_for(state="attached")
+        return page
+
+    def take(self, page: Any, name: str) -> None:
+        """Write page_NAME.png."""
+        page.screenshot(path=self.folder / f"page_{name}.png")
+
+
+def light(camera: Camera) -> None:
+    page = camera.open(1280, 800)
+    for prompt in PROMPTS:
+        ask(page, prompt)
+    best_cycle(page)
+    camera.take(page, "light")
+
+
+def dark(camera: Camera) -> None:
+    page = camera.open(1280, 800, "dark")
+    ask(page, STORY)
+    best_cycle(page)
+    camera.take(page, "dark")
+
+
+def narrow(camera: Camera) -> None:
+    page = camera.open(360, 740)
+    ask(page, PROMPTS[0])
+    best_cycle(page)
+    camera.take(page, "narrow")
+
+
+def live(camera: Camera) -> None:
+    stop = threading.Event()
+    clients = [threading.Thread(target=keep_busy, args=(camera.url, stop), daemon=True) for _ in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    page = camera.open(1280, 640)
+    page.get_by_role("link", name="Live").click()
+    page.wait_for_timeout(LOAD_SECONDS * 1000)
+    camera.take(page, "live")
+    stop.set()
+    for client in clients:
+        client.join()
+
+
+PICTURES = {"light": light, "dark": dark, "narrow": narrow, "live": live}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"))
     args = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-
-        def open_page(width: int, height: int, color_scheme: str) -> Any:
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=color_scheme, reduced_motion="reduce")
-            page.goto(args.url)
-            page.locator("#model").filter(has_text="e").wait_for(state="attached")
-            return page
-
-        def take(page: Any, name: str) -> None:
-            page.screenshot(path=args.output / f"page_{name}.png")
-
-        page = open_page(1280, 800, "light")
-        for prompt in PROMPTS:
-            ask(page, prompt)
-        best_cycle(page)
-        take(page, "light")
-        page = open_page(1280, 800, "dark")
-        page.get_by_text("Settings").click()
-        page.get_by_label("Max tokens").fill("120")
-        page.get_by_text("Settings").click()
-        ask(page, STORY)
-        best_cycle(page)
-        take(page, "dark")
-        page = open_page(360, 740, "light")
-        ask(page, PROMPTS[0])
-        best_cycle(page)
-        take(page, "narrow")
-        stop = threading.Event()
-        clients = [threading.Thread(target=keep_busy, args=(args.url, stop), daemon=True) for _ in range(CLIENTS)]
-        for client in clients:
-            client.start()
-        page = open_page(1280, 640, "light")
-        page.get_by_role("link", name="Live").click()
-        page.wait_for_timeout(LOAD_SECONDS * 1000)
-        take(page, "live")
-        stop.set()
+        for name in args.only:
+            PICTURES[name](Camera(browser, args.url, args.output))
         browser.close()
-        for client in clients:
-            client.join()
 
 
 if __name__ == "__main__":

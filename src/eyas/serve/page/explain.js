@@ -25,7 +25,8 @@ export function planned(plan) {
   if (plan === "plain") return "nothing was drafted";
   if (plan === "fixed") return "by the method's options";
   const [nodes, depth, branch] = plan.split("/");
-  return branch ? `up to ${nodes} nodes, ${depth} levels, ${branch} children` : "drafted from the text alone";
+  if (!branch) return "drafted from the text alone";
+  return `up to ${count(+nodes, "node")}, ${count(+depth, "level")}, ${branch === "1" ? "1 child" : `${branch} children`}`;
 }
 
 /** How a token came about: "prompt", "plain", "own" or "drafted"; and its depth in the tree. */

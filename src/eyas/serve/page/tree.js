@@ -4,10 +4,10 @@ import { el, svg, visible } from "./dom.js";
 import { share } from "./explain.js";
 import { drawnNodes, layOut } from "./layout.js";
 
-const SIZES = { row: 46, box: 38, gap: 26 };
+const SIZES = { row: 46, box: 38, gap: 22 };
 const PADDING = 8;
 const MARGIN = 4;
-const LEGIBLE = 0.82; // the smallest scale that is chosen unasked
+const LEGIBLE = 0.76; // the smallest scale that is chosen unasked
 const LETTERS = 16; // of a token's text; the rest is in its tooltip
 const FONT = '13px ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace';
 const SMALL = '11px ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace';

@@ -21,7 +21,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.gpu import _cycle_ops
+from eyas.gpu import _cycle_ops, keep_best
 from eyas.runners.fused import FusedLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels
@@ -124,8 +124,9 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         {"tree.noise": "none", "tree.confidence_temperature": 1.0},
         {"tree.expand": "confidence", "tree.rerank": False},
         {"tree.stop": 0.05, "tree.nodes": 40},
+        {"window.size": 9, "window.sink": 2},
     ],
-    ids=["usual", "as in the paper", "expanded nodes", "stopped"],
+    ids=["usual", "as in the paper", "expanded nodes", "stopped", "a window"],
 )
 def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
     """Guards trees grown by kernels: the nodes, tokens, values and masks of `grow_dynamic`, and the text of plain decoding."""
@@ -176,3 +177,11 @@ def test_wrong_kernels_are_found(module: str, name: str, kernel: Any, fault: str
     real = getattr(_cycle_ops, module)()
     monkeypatch.setattr(_cycle_ops, module, lambda: SimpleNamespace(**{**vars(real), name: kernel}))
     assert fault_of_kernels(CPU, OPS) == fault
+
+
+def test_the_best_drafted_nodes() -> None:
+    """Guards ties, as of nodes that are impossible: the earlier one is kept."""
+    values = torch.tensor([[0.0, -1.0, -math.inf, -1.0, -2.0, -1.0, -math.inf], [0.0, *[-math.inf] * 6]])
+    assert keep_best(values, 2).tolist() == [[1, 3], [1, 2]]
+    assert keep_best(values, 5).tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    assert keep_best(values, 6).tolist() == [[1, 2, 3, 4, 5, 6]] * 2

@@ -9,7 +9,7 @@ Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import fp8
 
-__all__ = ["REFERENCE", "Ops", "TreeGrower", "accepted_nodes", "check_siblings", "verdict_of"]
+__all__ = ["REFERENCE", "Ops", "TreeGrower", "WindowGrower", "accepted_nodes", "check_siblings", "verdict_of"]
 
 
 class TreeGrower(Protocol):
@@ -46,6 +46,16 @@ class TreeGrower(Protocol):
             tree: the options of the dynamic tree (`drafters._grow.DynamicTree`).
             width: at least as many slots of the cache as any row uses, the tree's included.
         """
+        ...
+
+
+@runtime_checkable
+class WindowGrower(Protocol):
+    """A `TreeGrower` that serves drafts with a window, too."""
+
+    def grow(self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache, length_B: Tensor, width: int) -> Draft:
+        """Grow the tree from the net's output at the newest pair, which the session has let it read, and behind which it has trimmed the
+        window."""
         ...
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from eyas.core.cache import WindowCache
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape
-from eyas.core.ops import TreeGrower
+from eyas.core.ops import TreeGrower, WindowGrower
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
@@ -119,9 +119,8 @@ class EagleMethod(Drafter):
     @cached_property
     def grower(self) -> TreeGrower | None:
         """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
-        if self.window():
-            return None
-        return self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
+        grower = self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
+        return None if self.window() and not isinstance(grower, WindowGrower) else grower
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
@@ -369,6 +368,11 @@ class EagleSession(DraftSession):
         grower, P = self.drafter.grower, self.pending_BPF.shape[1]
         if grower is None or not grower.suits(cycle_input):
             return None
+        if self.window:
+            assert isinstance(grower, WindowGrower)
+            hidden_BD = self._catch_up(cycle_input)
+            slots = self._max_slots(cycle_input) + tree.depth * tree.branch
+            return grower.grow(hidden_BD, cycle_input, tree, self.cache, self.length_B, slots)
         count_B = self.pending_B * cycle_input.active_B
         features_BPF = self._cast(self.pending_BPF)
         if not grower.fuses_features:

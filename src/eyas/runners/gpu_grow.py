@@ -73,7 +73,7 @@ class _Level:
 
 
 class GpuGrower:
-    """Grows the dynamic trees of one net: a `core.ops.TreeGrower`."""
+    """Grows the dynamic trees of one net: a `core.ops.TreeGrower` and `WindowGrower`."""
 
     fuses_features = False
 
@@ -96,7 +96,12 @@ class GpuGrower:
     ) -> Draft:  # fmt: skip
         """See `core.ops.TreeGrower`. The pending pairs' features are fused already."""
         hidden_BD = self._catch_up(features_BPF, tokens_BP, count_B, cycle_input, cache, length_B, width)
-        length_B = length_B + count_B
+        return self.grow(hidden_BD, cycle_input, tree, cache, length_B + count_B, width)
+
+    def grow(
+        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache, length_B: Tensor, width: int
+    ) -> Draft:
+        """See `core.ops.WindowGrower`."""
         B, K = len(length_B), min(tree.branch, self.vocabulary)
         X = 1 + K + (tree.depth - 1) * K * K
         drafted = self._empty(B, X, length_B)

@@ -30,11 +30,17 @@ def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
         logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
         adjust(request, new, logits_1V)
         rest = replace(request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=())
+        if request.constraint is not None:
+            logits_1V[~request.constraint.mask([-1], ids[-1:])] = -torch.inf
         scores_1V = apply_sampling(logits_1V, rest)
         if not request.sampling.greedy:
             scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(torch.tensor([[len(ids)]]), logits_1V.shape[-1])[0]
         new.append(int(scores_1V.argmax()))
         ids.append(new[-1])
+        if request.constraint is not None:
+            request.constraint.accept(new[-1:])
+            if request.constraint.finished:
+                break
     return new
 
 

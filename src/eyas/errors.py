@@ -14,9 +14,20 @@ A bug in eyas raises an AssertionError or any other exception: exit status 1, wi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["CheckpointError", "EyasError", "FitError", "InputError", "ModelError", "OptionError", "UnknownOptionError", "near"]
+__all__ = [
+    "CheckpointError",
+    "EyasError",
+    "FitError",
+    "InputError",
+    "ModelError",
+    "OptionError",
+    "UnknownOptionError",
+    "code_of_request",
+    "near",
+]
 
 
 class EyasError(ValueError):
@@ -49,6 +60,18 @@ class ModelError(EyasError):
 
 class CheckpointError(EyasError):
     """A draft head that cannot be loaded, with the names and shapes that differ."""
+
+
+@contextmanager
+def code_of_request(name: str) -> Iterator[None]:
+    """Turns an exception of code that came with a request (a processor, a constraint) into an InputError, which fails that request only."""
+    try:
+        yield
+    except EyasError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{name} raised {type(error).__name__}: {reason}") from error
 
 
 def near(name: object, known: Iterable[str]) -> str:

@@ -3,17 +3,21 @@
 A `Constraint` belongs to one request and follows its text. At every node of a draft tree it says which tokens may come next; the others get
 probability 0 before the temperature is applied. So the ids are those of plain decoding under the same constraint, with the same seed.
 
-This module has the interface and applies masks; it knows no grammar. Letters: N nodes, V vocabulary.
+This module has the interface and asks for masks; it knows no grammar. Letters: N nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Constraint"]
+from eyas.core.tree import Draft
+from eyas.errors import EyasError, InputError, code_of_request
+
+__all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
 
 
 class Constraint(Protocol):
@@ -44,3 +48,54 @@ class Constraint(Protocol):
     def forced(self, limit: int) -> list[int]:
         """Tokens of the text that must come next, at most `limit`; they may be drafted, and are verified like any draft."""
         ...
+
+
+class GuardedConstraint:
+    """A constraint whose exceptions are InputErrors. One in `forced`, which only drafts, is raised by the next call of `mask`."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.error: EyasError | None = None
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        with code_of_request("constraint"):
+            return self.constraint.mask(parents, tokens)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        with code_of_request("constraint"):
+            self.constraint.accept(tokens)
+
+    @property
+    def finished(self) -> bool:
+        with code_of_request("constraint"):
+            return self.constraint.finished
+
+    def forced(self, limit: int) -> list[int]:
+        try:
+            with code_of_request("constraint"):
+                return self.constraint.forced(limit)
+        except EyasError as error:
+            self.error = error
+            return []
+
+
+def tree_mask(constraint: Constraint, draft: Draft, row: int, eos: Collection[int], remaining: int, like_NV: Tensor) -> Tensor:
+    """bool [N, V]: the tokens that the constraint allows after each node of a row's tree, on the device of `like_NV`.
+
+    The constraint sees only nodes that may be accepted. After the others everything is allowed: padding, scouts, and what stands behind
+    an EOS or the request's length.
+    """
+    parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
+    candidates, depths = draft.tree.candidate_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
+    number = {0: 0}  # node -> its number among those that the constraint sees
+    for n in range(1, len(parents)):
+        if parents[n] in number and candidates[n] and tokens[n] not in eos and depths[n] < remaining:
+            number[n] = len(number)
+    mask_MV = constraint.mask([-1, *(number[parents[n]] for n in list(number)[1:])], [tokens[n] for n in number])
+    if mask_MV.shape != (len(number), like_NV.shape[1]):
+        raise InputError(f"constraint gave a mask of shape {list(mask_MV.shape)}: it must be {[len(number), like_NV.shape[1]]}")
+    mask_NV = torch.ones_like(like_NV, dtype=torch.bool)
+    mask_NV[list(number)] = mask_MV.to(mask_NV.device)
+    return mask_NV

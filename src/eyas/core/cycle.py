@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.logprobs import path_logprobs
 from eyas.core.ops import Ops
 from eyas.core.processors import Failures, node_scores
 from eyas.core.sampling import GumbelNoise
 from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
 __all__ = ["Cycle", "CycleRunner", "Verify", "verified"]
@@ -35,10 +35,13 @@ class Cycle:
     verdict: Verdict
     columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
     failures: Failures  # nodes without a distribution
+    logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
 
-    def failure(self, row: int, path: Sequence[int]) -> EyasError | None:
-        """The error of the first failed node on the row's path."""
-        return next((self.failures[row, n] for n in path if (row, n) in self.failures), None) if self.failures else None
+    def check(self, row: int, path: Sequence[int]) -> None:
+        """Raise the error of the first failed node on the row's path."""
+        for node in path if self.failures else ():
+            if (error := self.failures.get((row, node))) is not None:
+                raise error
 
 
 class CycleRunner:
@@ -82,7 +85,9 @@ def verified(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify
     """The cycle's result from the output of its forward; nothing is committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
-    return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict), failures)
+    width = cycle_input.logprobs
+    logprobs_BPX = None if width is None else path_logprobs(output.logits_BNV, verdict, width)
+    return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict), failures, logprobs_BPX)
 
 
 def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:

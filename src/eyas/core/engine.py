@@ -9,7 +9,7 @@ This module knows no method, no tokenizer and no model family. An adaptive draft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ class Decoder:
         if isinstance(read, EyasError):
             return row.failed(0, read, timer, prefill=True)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
-        (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, {"prefill": True, "cached_tokens": prompt.kept})
+        about = {"prefill": True, "cached_tokens": prompt.kept, "prompt_logprobs": prompt.logprobs}
+        (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, about)
         return step
 
     def _cycle_input(self) -> CycleInput:
@@ -139,34 +140,25 @@ class Decoder:
                 continue
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
             about = {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill
-            error = self.model.nan_error(row.tokens) if nan else cycle.failure(number, path)
-            steps.append(self._append(b, tokens, timer, about) if error is None else self._fail(b, error, timer, about))
+            try:
+                if nan:
+                    raise self.model.nan_error(row.tokens)
+                cycle.check(number, path)
+                emitted = row.emit(tokens)
+            except EyasError as error:
+                self._release(b, failed=True)
+                steps.append(row.failed(b, error, timer, **about))
+                continue
+            if row.finish:
+                self._release(b)
+            asked_for = row.asked_for(cycle, number, emitted, path if prefill is None else ())
+            steps.append(row.step(b, emitted, timer, **about, **asked_for))
         return steps
 
-    def _append(self, b: int, tokens: Sequence[int], timer: StageTimer, about: Mapping[str, Any]) -> Step:
-        """Append tokens to a row until one of them ends it. `about`: further fields of the Step."""
-        row = self.rows[b]
-        assert row is not None
-        try:
-            emitted = row.emit(tokens)
-        except EyasError as error:
-            return self._fail(b, error, timer, about)
-        if row.finish:
-            self._release(b)
-        return row.step(b, emitted, timer, **about)
-
-    def _fail(self, b: int, error: EyasError, timer: StageTimer, about: Mapping[str, Any]) -> Step:
-        """End the row with an error. The other rows go on, and nothing that this one leaves behind is read again."""
-        row = self.rows[b]
-        assert row is not None
+    def _release(self, b: int, failed: bool = False) -> None:
+        """Empty the row. With `reuse` its keys and values stay, for later prompts, unless its request has failed."""
         self.rows[b], self._settings = None, None
-        self.prompts.clear(b)
-        return row.failed(b, error, timer, **about)
-
-    def _release(self, b: int) -> None:
-        """Empty the row. With `reuse` its keys and values stay, for later prompts."""
-        self.rows[b], self._settings = None, None
-        self.prompts.release(b)
+        self.prompts.release(b, failed)
 
 
 def keeps_well(decoder: Decoder) -> bool:

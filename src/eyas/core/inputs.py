@@ -46,4 +46,6 @@ class CycleInput:
     draft_limits: tuple[int | None, ...] = ()  # most candidates below each row's root; None: no limit; () if no row has one
     predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
     constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
+    logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
+    trace: bool = False  # whether scores are read on the host after the cycle
     tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -1,4 +1,4 @@
-"""Hugging Face's logits processors over a tree: once per node, with that node's own prefix.
+"""The scores of every node of a tree, with masks of constraints, and Hugging Face's logits processors once per node, with its own prefix.
 
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises), so it is
 run on those prefixes only that decoding can reach. Nodes are skipped
@@ -21,55 +21,83 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
+from eyas.core.constraints import tree_mask
 from eyas.core.drafter import CycleInput
-from eyas.core.requests import code_of_request
 from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
 from eyas.core.tree import Draft
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError, InputError, code_of_request
 
 __all__ = ["Failures", "apply_processors", "node_scores", "run_processors"]
+
+NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens excludes, or nothing is allowed at all"
 
 Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
 
 def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> tuple[Tensor, Failures]:
-    """The scores at each node, and the nodes that have none because a processor failed.
+    """The scores at each node, and the nodes that have none because a processor or a constraint failed.
 
-    Each row's own `Sampling`, and its processors, once per node, with that node's own prefix where something depends on it.
+    Each row's own `Sampling`, constraint and processors, with each node's own prefix where something depends on it.
 
     Returns:
         float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures.
     """
     nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.at(draft.tree, draft.tokens_BN)
-    if not cycle_input.processors:
+    if not cycle_input.processors and not cycle_input.constraints:
         return apply_sampling_rows(logits_BNV, cycle_input.sampling, nodes), {}
     rows, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
-    for b, (sampling, processors) in enumerate(zip(cycle_input.sampling, cycle_input.processors, strict=True)):
-        adjustments = None if nodes is None else nodes[b]
-        if not processors:
-            rows.append(apply_sampling(logits_BNV[b], sampling, adjustments))
-            continue
-        tokens, eos, remaining = cycle_input.row_tokens[b], cycle_input.eos[b], cycle_input.remaining[b]
-        scores_NV, failed = apply_processors(logits_BNV[b], draft, b, tokens, sampling, adjustments, processors, eos, remaining)
+    for b in range(len(logits_BNV)):
+        scores_NV, failed = _row_scores(logits_BNV[b], draft, b, cycle_input, None if nodes is None else nodes[b])
         rows.append(scores_NV)
         failures |= {(b, n): error for n, error in failed.items()}
     return torch.stack(rows), failures
 
 
-def run_processors(processors: Sequence[Processor], tokens: Sequence[int], greedy: bool) -> Callable[[Tensor], Tensor] | None:
-    """The processors of one prefix as `apply_sampling` takes them: scores [1, V] -> scores [1, V]; None without processors.
+def _row_scores(
+    logits_NV: Tensor, draft: Draft, b: int, cycle_input: CycleInput, adjustments: Adjustments | None
+) -> tuple[Tensor, dict[int, EyasError]]:
+    """One row of `node_scores`; the failures by node."""
+    sampling, failures = cycle_input.sampling[b], dict[int, EyasError]()
+    processors = cycle_input.processors[b] if cycle_input.processors else ()
+    constraint = cycle_input.constraints[b] if cycle_input.constraints else None
+    if not processors and constraint is None:
+        return apply_sampling(logits_NV, sampling, adjustments), {}
+    eos, remaining, mask_NV = cycle_input.eos[b], cycle_input.remaining[b], None
+    if constraint is not None:
+        try:
+            mask_NV = tree_mask(constraint, draft, b, eos, remaining, logits_NV)
+        except EyasError as error:
+            return apply_sampling(logits_NV, sampling, adjustments), {0: error}
+    if processors:
+        tokens = cycle_input.row_tokens[b]
+        return apply_processors(logits_NV, draft, b, tokens, sampling, adjustments, processors, eos, remaining, mask_NV)
+    assert mask_NV is not None
+
+    def masked(scores_NV: Tensor) -> Tensor:
+        allowed_NV = scores_NV.masked_fill(~mask_NV, -torch.inf)
+        dead_N = (allowed_NV == -torch.inf).all(-1)
+        failures.update((n, InputError(NOTHING_LEFT)) for n in dead_N.nonzero()[:, 0].tolist())
+        return allowed_NV
+
+    return apply_sampling(logits_NV, sampling, adjustments, masked), failures
+
+
+def run_processors(
+    processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """The mask and the processors of one prefix as `apply_sampling` takes them: scores [1, V] -> scores [1, V].
 
     Raises:
         InputError: a processor returns something else than scores, or scores that allow no token.
     """
-    if not processors:
-        return None
 
     def run(scores_1V: Tensor) -> Tensor:
         if scores_1V.isnan().any():  # the target is broken, which the Decoder reports
             return scores_1V
         ids_1T = torch.tensor([list(tokens)], device=scores_1V.device)
-        scores_1V = scores_1V.clone()  # a processor may write into what it gets
+        scores_1V = scores_1V.clone() if mask_1V is None else scores_1V.masked_fill(~mask_1V, -torch.inf)  # processors may write into it
+        if bool((scores_1V == -torch.inf).all()):
+            raise InputError(NOTHING_LEFT)
         for processor in processors:
             shape = scores_1V.shape
             with code_of_request(f"processor {_name(processor)}"):
@@ -100,7 +128,7 @@ def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool
 
 def apply_processors(
     logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, adjustments: Adjustments | None,
-    processors: Sequence[Processor], eos: Collection[int], remaining: int,
+    processors: Sequence[Processor], eos: Collection[int], remaining: int, mask_NV: Tensor | None,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
     """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by node.
 
@@ -110,6 +138,7 @@ def apply_processors(
         adjustments: as for `apply_sampling`.
         eos: tokens that end the text.
         remaining: tokens that the request may still get, 1 or more.
+        mask_NV: bool, the tokens that a constraint allows.
     """
     tree = draft.tree
     parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
@@ -127,7 +156,7 @@ def apply_processors(
             least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
             path = [*above, token] if bool(parent_V[token] >= least) else None
         if path is not None:
-            custom = run_processors(processors, [*tokens, *path], sampling.greedy)
+            custom = run_processors(processors, [*tokens, *path], sampling.greedy, None if mask_NV is None else mask_NV[n : n + 1])
             own = None if adjustments is None else adjustments[n : n + 1]
             try:
                 scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, own, custom)[0]

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from eyas.core.cache import common_prefix
 from eyas.core.drafter import DraftSession
-from eyas.core.requests import Request
+from eyas.core.logprobs import PromptLogprobs
+from eyas.core.requests import Request, TokenLogprobs
 from eyas.core.target import TargetSession
 from eyas.errors import EyasError, OptionError
 from eyas.timing import StageTimer
@@ -49,6 +50,12 @@ class Prompt:
     kept: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
     timer: StageTimer | None = None  # since the first token was read
+    scores: PromptLogprobs | None = None  # if the request asks for them
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """Of the tokens that have been read, if the request asks for them."""
+        return () if self.scores is None else tuple(self.scores.entries)
 
     @property
     def left(self) -> int:
@@ -101,20 +108,17 @@ class PromptReader:
                 return True
         return False
 
-    def release(self, row: int) -> None:
-        """The row is empty now. With `reuse` its text stays, for later prompts."""
+    def release(self, row: int, failed: bool = False) -> None:
+        """The row is empty now. With `reuse` its text stays, for later prompts; not if its request has failed, as it may be NaN."""
         self.empty.add(row)
-        if not self.reuse:
+        if failed:
+            self.texts[row] = ()
+            self.drafter.clear(row)
+            self.target.clear(row)
+        elif not self.reuse:
             self.texts[row] = ()
             self.drafter.end(row)
             self.target.keep(row, 0)
-
-    def clear(self, row: int) -> None:
-        """The row is empty now, and its text is not used again: the request has failed, and keys and values may be NaN."""
-        self.empty.add(row)
-        self.texts[row] = ()
-        self.drafter.clear(row)
-        self.target.clear(row)
 
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
@@ -153,7 +157,7 @@ class PromptReader:
             self.drafter.prefill(row, tokens_T, features_TF, position)
 
         with prompt.timer.stage("prompt"):
-            logits_V = self.target.prefill(row, tokens, on_chunk)
+            logits_V = self.target.prefill(row, tokens, on_chunk, prompt.scores.read if prompt.scores else None)
         prompt.read += count
         return logits_V
 
@@ -166,7 +170,9 @@ class PromptReader:
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
         row, source, shared = self._place(request.prompt)
         kept = 0
-        if shared:
+        if request.prompt_logprobs is not None:  # then all logits are wanted
+            prompt.scores = PromptLogprobs(request.prompt, request.prompt_logprobs)
+        elif shared:
             kept = self.drafter.keep(row, shared) if source == row else self.drafter.copy(source, row, shared)
         self.drafter.begin(row, kept, len(request.prompt))
         if source == row:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +11,7 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps", "code_of_request"]
+__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps"]
 
 
 class PlanLabel(Protocol):
@@ -138,15 +137,3 @@ def check_steps(steps: Sequence[Step]) -> Sequence[Step]:
         if step.error is not None:
             raise step.error
     return steps
-
-
-@contextmanager
-def code_of_request(name: str) -> Iterator[None]:
-    """Turns an exception of code that came with a request (a processor, a constraint) into an InputError, which fails this request only."""
-    try:
-        yield
-    except EyasError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{name} raised {type(error).__name__}: {reason}") from error

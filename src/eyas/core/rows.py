@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.constraints import Constraint
+from eyas.core.constraints import Constraint, GuardedConstraint
 from eyas.core.cycle import Cycle, verified
 from eyas.core.drafter import CycleInput
-from eyas.core.requests import Request, Step, code_of_request
+from eyas.core.logprobs import entries, width_for
+from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.target import Target
+from eyas.core.traces import trace_of
 from eyas.core.tree import Draft, TargetOutput, Tree
 from eyas.core.verify import verify
-from eyas.errors import EyasError
+from eyas.errors import EyasError, code_of_request
 from eyas.timing import StageTimer
 
 __all__ = ["Row", "RowSettings", "cycle_input", "prompt_end"]
@@ -35,12 +37,14 @@ class Row:
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
     text: Adjustments | None  # of `tokens`, without `wait`; None if the request's law does not depend on the text
+    constraint: GuardedConstraint | None
     finish: str | None = None
 
     @classmethod
     def of(cls, ticket: int, request: Request, target: Target) -> Row:
         """The row of a request whose prompt is read."""
-        return cls(ticket, request, list(request.prompt), _adjustments(request, target.vocab_size, target.device))
+        text = _adjustments(request, target.vocab_size, target.device)
+        return cls(ticket, request, list(request.prompt), text, GuardedConstraint(request.constraint) if request.constraint else None)
 
     @property
     def emitted(self) -> int:
@@ -68,13 +72,16 @@ class Row:
             self.text.append(token)
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens until one of them ends the text; returns those appended. The cut at EOS, stop and length is made here only."""
+        """Append tokens until one of them ends the text; returns those appended. The text is cut here only."""
         request, emitted = self.request, list[int]()
         for token in tokens:
             self.append(token)
             emitted.append(token)
             with code_of_request("stop"):
                 stops = request.stop is not None and request.stop(token)
+            if self.constraint is not None:
+                self.constraint.accept([token])
+                stops = stops or self.constraint.finished
             if stops or token in request.eos:
                 self.finish = "stop"
             elif self.remaining <= 0:
@@ -99,6 +106,17 @@ class Row:
             **{"prefill": False, **about},
         )
 
+    def asked_for(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
+        """The fields of a Step that only some requests ask for: log-probabilities, and the trace of row `number` of the cycle."""
+        fields: dict[str, Any] = {}
+        if self.request.logprobs is not None:
+            assert cycle.logprobs_BPX is not None
+            fields["logprobs"] = entries(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
+        if self.request.trace and path:
+            bonus = int(cycle.verdict.bonus_B[number])
+            fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number], path, bonus, self.finish)
+        return fields
+
     def failed(self, b: int, error: EyasError, timer: StageTimer, **about: Any) -> Step:
         """The last Step of a request that fails."""
         self.finish = "error"
@@ -118,6 +136,8 @@ class RowSettings:
     draft_limits: tuple[int | None, ...]  # () if no row has any
     predictions: tuple[tuple[int, ...], ...]  # () if no row has any
     constraints: tuple[Constraint | None, ...]  # () if no row has any
+    logprobs: int | None
+    trace: bool
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -131,7 +151,7 @@ class RowSettings:
         processors = tuple(row.request.processors if row else () for row in rows)
         limits = tuple(row.request.draft_limit if row else None for row in rows)
         predictions = tuple(row.request.prediction if row else () for row in rows)
-        constraints = tuple(row.request.constraint if row else None for row in rows)
+        constraints = tuple(row.constraint if row else None for row in rows)
         return cls(
             sampling=sampling,
             noise=target.run.ops.noise(sampling, target.device),
@@ -142,6 +162,8 @@ class RowSettings:
             draft_limits=limits if any(limit is not None for limit in limits) else (),
             predictions=predictions if any(predictions) else (),
             constraints=constraints if any(constraint is not None for constraint in constraints) else (),
+            logprobs=width_for((row.request.logprobs for row in rows if row), target.vocab_size),
+            trace=any(row.request.trace for row in rows if row),
         )
 
 
@@ -163,6 +185,8 @@ def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Ten
         draft_limits=settings.draft_limits,
         predictions=settings.predictions,
         constraints=settings.constraints,
+        logprobs=settings.logprobs,
+        trace=settings.trace,
     )
 
 

@@ -61,6 +61,7 @@ class ForwardInput:
     width: int  # upper bound of the slots in use
     feature_layers: tuple[int, ...]  # hidden states to return (`Target.tap`)
     last_only: bool  # only the logits of the last node are needed
+    prompt: bool = False  # the nodes are a chunk of a prompt, of any length: not worth a recording
 
 
 class Runner(Protocol):
@@ -292,8 +293,13 @@ class TargetSession:
             )
 
     @torch.inference_mode()
-    def prefill(self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None) -> Tensor:
-        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token."""
+    def prefill(
+        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None
+    ) -> Tensor:
+        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
+
+        `on_logits` is called with all logits [T, V] of each chunk and the position of its first token.
+        """
         assert tokens, "at least one token"
         logits_V = None
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -301,11 +307,13 @@ class TargetSession:
             T, begin = chunk_1T.shape[1], self.lengths[row]
             order_1T = torch.arange(T, device=self.target.device)[None]
             causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
-            seen = self._run(slice(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, last_only=True)
+            seen = self._run(slice(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None)
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
                 on_chunk(chunk_1T[0], seen.features_BNF[0], begin)
+            if on_logits is not None:
+                on_logits(seen.logits_BNV[0], begin)
             logits_V = seen.logits_BNV[0, -1]
         assert logits_V is not None
         return logits_V
@@ -327,7 +335,14 @@ class TargetSession:
         return self._run(slice(0, self.rows), tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
 
     def _run(
-        self, span: slice, tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False
+        self,
+        span: slice,
+        tokens_RQ: Tensor,
+        depth_RT: Tensor,
+        visible_RQT: Tensor,
+        width: int,
+        last_only: bool = False,
+        prompt: bool = False,
     ) -> TargetOutput:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[span]
@@ -337,6 +352,7 @@ class TargetSession:
         work = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, self.cache.width, self.feature_layers,
             last_only,
+            prompt,
         )  # fmt: skip
         return target.run(work)
 

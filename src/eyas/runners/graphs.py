@@ -243,7 +243,7 @@ class GraphRunner:
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         (R, Q), T = work.tokens_RQ.shape, work.visible_RQT.shape[-1]
-        if work.last_only or Q > LARGEST:
+        if work.prompt or Q > LARGEST:
             return self.model_runner(work) if self.fused is None else self.fused(work)
         if self._within_cycle:
             return self._run(work)

@@ -110,7 +110,7 @@ class CycleReplay(CycleRunner):
         sampling = tuple(replace(s, seed=0) for s in cycle_input.sampling)
         drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
         addresses = self.target.cache.addresses, None if capturable is None else capturable.addresses
-        key = (room, sampling, noise.all_greedy, cycle_input.tree_shape, drafted, addresses)
+        key = (room, sampling, noise.all_greedy, cycle_input.tree_shape, drafted, addresses, cycle_input.logprobs)
         inplace_state = () if capturable is None else capturable.inplace_state
         with timer.stage("target"):
             cycle = self.recorder(key, inputs, state, inplace_state, work)
@@ -123,7 +123,8 @@ class CycleReplay(CycleRunner):
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
-        return verify_on_device and cycle_input.adjustments is None and not cycle_input.processors
+        laws_on_device = cycle_input.adjustments is None and not cycle_input.processors and not cycle_input.constraints
+        return verify_on_device and laws_on_device and not cycle_input.trace
 
     def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
         """Call the drafter's `commit`, which is not part of the recording, with copies that the next replay does not overwrite."""

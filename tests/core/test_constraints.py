@@ -1,0 +1,214 @@
+"""Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from eyas import drafters, runners
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.drafters._merge import Merged
+from eyas.errors import InputError
+from reference import Oracle, plain_decode, run
+from test_lossless import DRAWN, make
+
+VOCAB, EOS, LONGEST = zoo.VOCAB, 2, 9
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=5, presence_penalty=1.0, seed=4))
+
+
+class Trie:
+    """Texts of up to LONGEST tokens, ended by EOS or, with `ends_by_itself`, by their length. It insists on the rules of `Constraint`."""
+
+    def __init__(self, ends_by_itself: bool = False) -> None:
+        self.ends_by_itself = ends_by_itself
+        self.text: tuple[int, ...] = ()
+        self.masks = 0
+
+    def children(self, text: tuple[int, ...]) -> list[int]:
+        """The tokens that may follow; none behind the end."""
+        if EOS in text or len(text) >= LONGEST:
+            return []
+        if len(text) == LONGEST - 1 and not self.ends_by_itself:
+            return [EOS]
+        place = 31 * sum(text) + 7 * len(text)
+        if len(text) % 3 == 2:
+            return [3 + place % (VOCAB - 3)]  # forced
+        end = [EOS] if len(text) > 5 and not self.ends_by_itself else []
+        return sorted({3 + (place + 13 * k) % (VOCAB - 3) for k in range(9)}) + end
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        assert list(parents[:1]) == [-1]
+        assert not self.finished, "nothing is asked behind the end"
+        assert all(-1 < parent < n for n, parent in enumerate(parents) if n)
+        self.masks += 1
+        mask_NV = torch.ones(len(parents), VOCAB, dtype=torch.bool)
+        texts: list[tuple[int, ...] | None] = [self.text]
+        for parent, token in zip(parents[1:], tokens[1:], strict=True):
+            above = texts[parent]
+            texts.append((*above, token) if above is not None and token in self.children(above) else None)
+        for n, text in enumerate(texts):
+            if text is not None and (after := self.children(text)):
+                mask_NV[n] = False
+                mask_NV[n, after] = True
+        return mask_NV
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            assert token in self.children(self.text), "a token that is not allowed was emitted"
+            self.text += (token,)
+
+    @property
+    def finished(self) -> bool:
+        return EOS in self.text or (self.ends_by_itself and len(self.text) >= LONGEST)
+
+    def forced(self, limit: int) -> list[int]:
+        found = list[int]()
+        while len(found) < limit and len(after := self.children((*self.text, *found))) == 1:
+            found += after
+        return found
+
+
+@cache
+def target(kernels: bool = False) -> Target:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    return runners.prepared(Target(zoo.tiny("llama", **sizes)), "on" if kernels else "off")
+
+
+def requests() -> list[Request]:
+    """New ones, as a constraint serves once: constrained with EOS, with an end of their own, cut by their length; and two free ones."""
+    eos = frozenset({EOS})
+    made = [Request((5, 9, 100, 3), 20, law, eos, constraint=Trie()) for law in SAMPLINGS]
+    made += [Request((12, 9, 31), 20, law, eos, constraint=Trie(True)) for law in SAMPLINGS]
+    made += [Request((60, 61), 6, SAMPLINGS[1], eos, constraint=Trie()), Request((7, 7, 7), 12), Request((1, 2), 12, Sampling(1.0, seed=9))]
+    return made
+
+
+@cache
+def answers() -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(plain_decode(target().model, request)) for request in requests())
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
+    """Guards the mask of each node, alone and beside rows that have none: the ids are those of plain decoding with the same constraint and
+    seed. The trie itself asserts that it is never asked behind its end and never emitted anything else."""
+    drafter = make(name, target(kernels))
+    for rows in (1, 3):
+        asked = requests()
+        tokens, steps = run(Decoder(drafter.target, drafter, rows), asked)
+        for request, new, plain in zip(asked, tokens, answers(), strict=True):
+            if request.sampling.greedy or request.constraint is not None or name not in DRAWN:
+                assert tuple(new) == plain, (rows, request)
+        ends = {step.request: step.finish for step in steps if step.finish}
+        assert [ends[i + 1] for i in range(len(asked))] == ["stop"] * 6 + ["length"] * 3
+
+
+def test_paths_through_a_constraint_are_accepted() -> None:
+    """Guards masks below the root, also before the request's length: an oracle's nodes, most of them forbidden, are accepted where they
+    are right. Two methods in one tree agree."""
+    asked = requests()
+    oracle = Oracle(target(), {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]}, 16, 6)
+    (tokens, steps) = run(Decoder(target(), oracle, 2), [asked[1], asked[4]])
+    assert tokens == [list(answers()[1]), list(answers()[4])]
+    assert sum(step.accepted for step in steps) >= 8
+    for length in range(1, LONGEST):
+        short = Request((5, 9, 100, 3), length, SAMPLINGS[1], frozenset({EOS}), constraint=Trie())
+        assert run(Decoder(target(), oracle), [short])[0] == [list(answers()[1][:length])]
+    (tokens, _) = run(Decoder(target(), Merged(make("eagle2", target()), make("suffix", target()))), requests()[:3])
+    assert [tuple(t) for t in tokens] == list(answers()[:3])
+
+
+def test_a_constraint_is_asked_once_per_cycle() -> None:
+    """Guards the cost: one walk for a whole tree."""
+    trie = Trie()
+    _, steps = run(Decoder(target(), make("eagle2", target())), [Request((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)])
+    assert trie.masks == len(steps)
+
+
+def sees_few(ids: Tensor, scores: Tensor) -> Tensor:
+    assert (scores > -torch.inf).sum() <= 10, "the mask comes before the processors"
+    return scores
+
+
+def test_processors_see_masked_scores() -> None:
+    """Guards the order where a request has both."""
+    for name in ("vanilla", "eagle2"):
+        asked = Request((5, 9, 100, 3), 20, SAMPLINGS[1], frozenset({EOS}), processors=(sees_few,), constraint=Trie())
+        assert run(Decoder(target(), make(name, target())), [asked])[0] == [list(answers()[1])]
+
+
+class Broken(Trie):
+    """A trie that fails in one of its methods, after two tokens."""
+
+    def __init__(self, where: str, result: object = None) -> None:
+        super().__init__()
+        self.where, self.result = where, result
+
+    def __getattribute__(self, name: str) -> object:
+        if not name.startswith("_") and name == object.__getattribute__(self, "where") and len(object.__getattribute__(self, "text")) >= 2:
+            if (result := object.__getattribute__(self, "result")) is not None:
+                return lambda *args: result
+            raise RuntimeError("broken here")
+        return super().__getattribute__(name)
+
+
+FAULTS = {
+    "mask": (lambda: Broken("mask"), "constraint raised RuntimeError: broken here"),
+    "accept": (lambda: Broken("accept"), "constraint raised RuntimeError: broken here"),
+    "finished": (lambda: Broken("finished"), "constraint raised RuntimeError: broken here"),
+    "forced": (lambda: Broken("forced"), "constraint raised RuntimeError: broken here"),
+    "shape": (lambda: Broken("mask", torch.ones(1, 3, dtype=torch.bool)), "constraint gave a mask of shape"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["vanilla", "eagle2"])
+def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
+    """Guards the requests beside it and after it."""
+    make_constraint, message = FAULTS[fault]
+    drafter = make(name, target())
+    decoder = Decoder(drafter.target, drafter, 2)
+    asked = [requests()[7], Request((5, 9, 100, 3), 20, constraint=make_constraint()), requests()[1], requests()[8]]
+    tickets, tokens, errors = [decoder.add(r) for r in asked], dict[int, list[int]](), dict[int, str]()
+    while not decoder.finished:
+        for step in decoder.step():
+            tokens.setdefault(step.request, []).extend(step.tokens)
+            if step.error is not None:
+                assert (type(step.error), step.finish) == (InputError, "error")
+                errors[step.request] = str(step.error)
+    assert list(errors) == [tickets[1]]
+    assert errors[tickets[1]].startswith(message)
+    assert [tuple(tokens[tickets[i]]) for i in (0, 2, 3)] == [answers()[7], answers()[1], answers()[8]]
+
+
+def test_nothing_left_is_said_only_where_it_matters() -> None:
+    """Guards dead ends: the one that the text runs into fails the request; one at a node that is not taken fails nothing."""
+    eos = frozenset({EOS})
+
+    class DeadEnd(Trie):
+        def children(self, text: tuple[int, ...]) -> list[int]:
+            dead = len(text) >= 2 and text != answers()[1][: len(text)]
+            return [EOS] if dead and len(text) == 2 else super().children(text)
+
+        def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+            mask_NV = super().mask(parents, tokens)
+            return mask_NV.where(mask_NV.sum(-1, keepdim=True) > 1, mask_NV & (torch.arange(VOCAB) != EOS))
+
+    for name in ("vanilla", "eagle2", "lookahead"):
+        drafter = make(name, target())
+        good = Request((5, 9, 100, 3), 6, SAMPLINGS[1], eos, constraint=DeadEnd())
+        assert run(Decoder(target(), drafter), [good])[0] == [list(answers()[1][:6])]
+        for bad in (
+            Request((5, 9, 100, 3), 20, Sampling(1.0, seed=8), eos, constraint=DeadEnd()),
+            Request((5, 9, 100, 3), 20, SAMPLINGS[1], eos, min_tokens=15, constraint=Trie()),
+        ):
+            with pytest.raises(InputError, match="no token may come next"):
+                run(Decoder(target(), drafter), [bad])

@@ -10,6 +10,7 @@ import torch
 from _gpu_lab import Entry, Lab, elapsed_ms, random_like
 from random_target import SHAPES
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
@@ -140,6 +141,8 @@ def kernel_rows(lab: Lab, entry: Entry, context: int) -> Record:
         traced_ms = elapsed_ms(decoder.step, lab.device, TRACED - 3)
     count, micros = Counter[str](), Counter[str]()
     for event in profiler.key_averages():
+        if on_gpu and event.device_type != DeviceType.CUDA:  # what the host called; its kernels have entries of their own
+            continue
         time_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if time_us:
             count[event.key], micros[event.key] = event.count, time_us

@@ -205,6 +205,18 @@ def test_a_switch_for_drafts(server: Running) -> None:
     assert figures["auto"] == figures["None"]
 
 
+def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
+    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens are there."""
+    ids = llm.generate(PROMPTS[0], raw=True, max_new_tokens=30, ignore_eos=True).token_ids
+    asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True, "stop_token_ids": [ids[3]]}
+    made = post(server, "/v1/completions", asked).json()
+    (choice,) = made["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[3])
+    assert made["usage"]["completion_tokens"] == ids.index(ids[3]) + 1
+    longer = post(server, "/v1/completions", {**asked, "min_tokens": 20}).json()
+    assert longer["usage"]["completion_tokens"] > 20
+
+
 def test_keys(llm: eyas.LLM) -> None:
     """Without a right key nothing but probes answers; the second of two keys is as good as the first."""
     with running(llm, keys=("first", "second"), rows=1) as server:

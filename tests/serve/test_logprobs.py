@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import eyas
-from eyas.arguments import DEFAULTS
 from eyas.core.requests import TokenLogprobs
 from eyas.serve.completions import Completion
 from eyas.serve.logprobs import TokenTexts
@@ -20,7 +19,6 @@ EURO = "\N{EURO SIGN}"
 A, B, E1, E2, E3 = TOKENIZER("ab" + EURO)["input_ids"]  # a token is a byte
 VOCAB = len(TOKENIZER)
 TEXTS = TokenTexts(TOKENIZER, VOCAB + 1)  # one id more than the tokenizer has, as in padded vocabularies
-served = pytest.mark.skipif("logprobs" not in DEFAULTS, reason="LLM.generate has no log-probabilities yet")
 
 
 def value(token: int, logprob: float, *top: tuple[int, float]) -> TokenLogprobs:
@@ -86,7 +84,6 @@ def test_echo(server: Running, llm: eyas.LLM) -> None:
     assert (alone["text"], alone["finish_reason"]) == (PROMPTS[0], "length")
 
 
-@served
 def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM) -> None:
     """Ids with echo and one token: the values are the model's log-softmax, and equality with the largest says what is greedy."""
     ids = list(llm.ids("The weather today is nice.", raw=True))
@@ -102,7 +99,18 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM
         assert (logprob == max(top.values())) == (int(scores_TV[i - 1].argmax()) == token)
 
 
-@served
+def test_prompt_logprobs(server: Running) -> None:
+    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a completion."""
+    choice = post(server, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=2)
+    listed = choice["prompt_logprobs"]
+    assert isinstance(listed, list)
+    assert listed[0] is None
+    assert [str(token) in entry for token, entry in zip((6, 7), listed[1:], strict=True)] == [True, True]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    chat = httpx2.post(f"{server.v1}/chat/completions", json=body, timeout=120).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
 def test_logprobs_of_a_chat(server: Running) -> None:
     """OpenAI's client reads them, whole and streamed, one entry for each token; greedy tokens are the most probable ones."""
     options = {"model": "tiny", "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}

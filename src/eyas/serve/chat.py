@@ -15,7 +15,7 @@ from eyas.serve.logprobs import TokenTexts
 from eyas.serve.protocol.chat import ChatBody, Prediction
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
-from eyas.serve.service import Service, speculation
+from eyas.serve.service import Service
 
 __all__ = ["chat"]
 
@@ -28,13 +28,9 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     ids = await service.in_worker(service.render, body.messages)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
-    keywords = body.keywords(
-        logprobs=count,
-        prompt_logprobs=body.prompt_logprobs,
-        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
-    )
+    keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
     prediction = await service.in_worker(predicted_tokens, service, body.prediction)
-    job = Job((ids,), keywords, n, prediction=prediction, timeout=body.timeout, cycles=body.wants_cycles, **speculation(body))
+    job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, **body.job_fields())
     dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, count)
     return await reply(service, request, body, dialect)
 

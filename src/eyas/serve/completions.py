@@ -19,7 +19,7 @@ from eyas.serve.logprobs import TokenTexts
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
-from eyas.serve.service import Service, speculation
+from eyas.serve.service import Service
 
 __all__ = ["complete"]
 
@@ -36,12 +36,11 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     special = body.add_special_tokens is not False
     ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
-    keywords = body.keywords(
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
-        max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
-    )
-    job = Job(ids, keywords, n, timeout=body.timeout, cycles=body.wants_cycles, **speculation(body))
+    keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS))
+    fields = body.job_fields()
+    if body.echo and body.prompt_logprobs is None:
+        fields["prompt_logprobs"] = body.logprobs
+    job = Job(ids, keywords, n, logprobs=body.logprobs, **fields)
     echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts]) if body.echo else []
     dialect = Completion(
         job,
@@ -51,6 +50,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         logprobs=body.logprobs is not None,
         echoes=echoes,
         hides_answer=body.max_tokens == 0,
+        prompt_logprobs=body.prompt_logprobs is not None,
     )
     return await reply(service, request, body, dialect)
 
@@ -63,6 +63,7 @@ class Completion(Dialect):
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
     hides_answer: bool = False
+    prompt_logprobs: bool = False  # in the form of vLLM, beside OpenAI's
     _sent: dict[int, int] = field(default_factory=dict)  # characters of tokens that a stream has sent, by sequence
 
     prefix = "cmpl"
@@ -93,7 +94,7 @@ class Completion(Dialect):
             "finish_reason": "length" if delta.finish and self.hides_answer else delta.finish,
             "stop_reason": delta.stop_reason,
         }
-        if delta.prompt_logprobs:
+        if delta.prompt_logprobs and self.prompt_logprobs:
             choice["prompt_logprobs"] = self.texts.prompt(delta.prompt_logprobs)
         return [choice]
 

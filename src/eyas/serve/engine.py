@@ -129,7 +129,7 @@ class Engine:
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else seed + sample
                 request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
-                prepared.append((replace(request, trace=job.cycles, draft=job.draft, prediction=job.prediction), reader))
+                prepared.append((_with_fields(request, job), reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
@@ -150,7 +150,7 @@ class Engine:
         deadline = time.monotonic() + min(job.timeout or self.settings.timeout, self.settings.timeout)
         sequences = []
         for i, (request, reader) in enumerate(prepared):
-            maker = DeltaMaker(i, reader, CycleWriter(self.llm.tokenizer) if job.cycles else None)
+            maker = DeltaMaker(i, reader, job.stop_token_ids, CycleWriter(self.llm.tokenizer) if job.cycles else None)
             sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
@@ -271,3 +271,17 @@ class Engine:
         if news and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(put)
+
+
+def _with_fields(request: Request, job: Job) -> Request:
+    """The request with what a job sets beside the keywords of `LLM.request`."""
+    return replace(
+        request,
+        eos=request.eos | job.stop_token_ids,
+        min_tokens=job.min_tokens,
+        logprobs=job.logprobs,
+        prompt_logprobs=job.prompt_logprobs,
+        trace=job.cycles,
+        draft=job.draft,
+        prediction=job.prediction,
+    )

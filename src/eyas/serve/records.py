@@ -26,6 +26,10 @@ class Job:
     method: str | None = None  # a drafting method other than the server's own
     draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or at most so many draft tokens in a cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats
+    min_tokens: int = 0  # these and the next two as in `Request`
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()  # end a sequence, beside the model's own
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
 
@@ -38,7 +42,7 @@ class Delta:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish: str | None = None  # "stop" | "length" | "error"
-    stop_reason: str | None = None  # the stop string that ended the text
+    stop_reason: str | int | None = None  # the stop string, or the one of `stop_token_ids`, that ended the text
     cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
     prefill: bool = False  # holds the first token, which comes from the prompt's own pass
     cached_tokens: int = 0  # with the first token: prompt tokens that were not read again
@@ -81,7 +85,7 @@ class Totals:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     cycles: list[CycleFigures] = field(default_factory=list)
     cached_tokens: int = 0
     predicted: int = 0

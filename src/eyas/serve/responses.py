@@ -27,7 +27,7 @@ from eyas.serve.limits import answer_tokens
 from eyas.serve.protocol.responses import ResponsesBody
 from eyas.serve.records import Job, Totals
 from eyas.serve.reply import collected, usage_of
-from eyas.serve.service import Service, speculation
+from eyas.serve.service import Service
 from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
 
 __all__ = ["respond"]
@@ -44,7 +44,7 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
         response_format=body.response_form(),
         max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
     )
-    job = Job((ids,), keywords, timeout=body.timeout, **speculation(body))
+    job = Job((ids,), keywords, **body.job_fields())
     answer = await service.submit(job)
     writer = Writer(body, job, service.settings.name, request_id(request.scope))
     headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}

@@ -16,7 +16,6 @@ from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.metrics import Metrics
-from eyas.serve.protocol.fields import GenerationBody
 from eyas.serve.records import Job
 from eyas.serve.settings import Settings
 from eyas.text import encode, render
@@ -96,13 +95,3 @@ class Service:
         self.engine.check_open()
         prepared = await self.in_worker(self.engine.prepare, job)
         return self.engine.submit(job, prepared)
-
-
-def speculation(body: GenerationBody) -> dict[str, Any]:
-    """The fields of a Job that the field `speculation` asks for: a method, or whether and how much to draft."""
-    asked = body.speculation
-    if asked is None or asked is True or asked == "auto":
-        return {}
-    if asked is False or asked == "off":
-        return {"draft": "off"}
-    return {"method": asked} if isinstance(asked, str) else {"draft": asked}

@@ -18,12 +18,14 @@ class DeltaMaker:
 
     Args:
         index: of the sequence in its job.
+        stop_ids: tokens that end the sequence because the job says so.
         writer: says what happened in each cycle, if that is asked for.
     """
 
-    def __init__(self, index: int, reader: TextReader, writer: CycleWriter | None = None) -> None:
+    def __init__(self, index: int, reader: TextReader, stop_ids: frozenset[int] = frozenset(), writer: CycleWriter | None = None) -> None:
         self.index = index
         self.reader = reader
+        self.stop_ids = stop_ids
         self.writer = writer
 
     def make(self, step: Step, drafted: int) -> Delta:
@@ -33,7 +35,7 @@ class DeltaMaker:
             text=self.reader.take(final=step.finish is not None),
             token_ids=step.tokens,
             finish=step.finish,
-            stop_reason=self.reader.stop_string,
+            stop_reason=self.reader.stop_string or self._stop_id(step),
             cycles=() if step.prefill else (figures(step, drafted),),
             prefill=step.prefill,
             cached_tokens=step.cached_tokens,
@@ -43,6 +45,11 @@ class DeltaMaker:
             cycle=None if self.writer is None else self.writer.write(step),
             error=step.error,
         )
+
+    def _stop_id(self, step: Step) -> int | None:
+        """The last token, if it ended the sequence because the job says so."""
+        ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
+        return step.tokens[-1] if ended else None
 
 
 def figures(step: Step, drafted: int) -> CycleFigures:

@@ -119,7 +119,7 @@ class GenerationBody(Body):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _stops(cls, value: Any) -> Any:
+    def _check_stops(cls, value: Any) -> Any:
         listed = [value] if isinstance(value, str) else value
         if listed is not None and not (isinstance(listed, list) and all(isinstance(text, str) and text for text in listed)):
             raise ValueError("stop must be a string or a list of strings, none of them empty")
@@ -127,7 +127,7 @@ class GenerationBody(Body):
 
     @field_validator("speculation", mode="before")
     @classmethod
-    def _speculation(cls, value: Any) -> Any:
+    def _check_speculation(cls, value: Any) -> Any:
         number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not isinstance(value, bool | str) and not (number and 1 <= value <= MOST_DRAFTED):
             raise ValueError(f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method')
@@ -139,6 +139,26 @@ class GenerationBody(Body):
         if self.cycles and not self.stream:
             raise OptionError("cycles are described in a stream only: add stream=true")
         return bool(self.cycles)
+
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a Job that every dialect sets from these names."""
+        return {
+            "min_tokens": self.min_tokens or 0,
+            "stop_token_ids": frozenset(self.stop_token_ids or ()),
+            "prompt_logprobs": self.prompt_logprobs,
+            "timeout": self.timeout,
+            "cycles": self.wants_cycles,
+            **self._speculation(),
+        }
+
+    def _speculation(self) -> dict[str, Any]:
+        """What the field `speculation` asks for: a method, or whether and how much to draft."""
+        asked = self.speculation
+        if asked is None or asked is True or asked == "auto":
+            return {}
+        if asked is False or asked == "off":
+            return {"draft": "off"}
+        return {"method": asked} if isinstance(asked, str) else {"draft": asked}
 
     def keywords(self, **more: Any) -> dict[str, Any]:
         """The fields that are keywords of `LLM.generate`, those that are given, and further ones that are not None.
@@ -160,13 +180,11 @@ class GenerationBody(Body):
 
 KEYWORDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
-    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "response_format", "regex", "grammar", "choice",
+    "stop", "ignore_eos", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "response_format": ({"type": "text"},),
 }

@@ -38,7 +38,7 @@ from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, build_options, flags, method_name
 from eyas.core.engine import Decoder, Request, Step, keeps_well
 from eyas.core.pretrained import check_config, read_tokenizer
-from eyas.core.requests import check_steps
+from eyas.core.requests import TokenLogprobs, check_steps
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
@@ -103,6 +103,8 @@ class Result:
     token_ids: tuple[int, ...]  # the new tokens up to the one that ended the text, an EOS included
     finish_reason: str  # "stop" | "length"
     stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of the prompt's tokens; the first one has none
 
     def __repr__(self) -> str:
         return (
@@ -119,6 +121,7 @@ class Piece:
     token_ids: tuple[int, ...]
     accepted: int  # draft tokens among them
     finish_reason: str | None  # set in the last piece
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, if they were asked for
 
 
 def _shortened(text: str) -> str:
@@ -388,8 +391,16 @@ class LLM:
             batch_size: prompts that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
             max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`. Greedy by
-                default. None is the default.
+            temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+                frequency_penalty, logit_bias, seed: see `Sampling`. Greedy by default. None is the
+                default. logit_bias may be a dict, also with strings of digits as keys.
+            min_tokens: no token that ends the answer comes before this many others.
+            stop_token_ids: further tokens that end the answer.
+            logprobs: list the log-probability of every new token, and those of this many most
+                probable tokens (0: none): raw, before penalties and temperature. In
+                `Result.logprobs`.
+            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
+                if its beginning is in a cache.
             stop: a stop string or several. The text ends before it, the ids with the token that
                 completes it.
             logits_processor: processors of transformers, one or several. They run once for each
@@ -498,9 +509,12 @@ class LLM:
             ids,
             self._new_tokens(asked, len(ids)),
             sampling_of(asked),
-            frozenset() if asked["ignore_eos"] else self.eos,
+            (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"]),
             reader.feed,
             tuple(_check_processor(p) for p in as_processors(asked["logits_processor"])),
+            min_tokens=asked["min_tokens"],
+            logprobs=asked["logprobs"],
+            prompt_logprobs=asked["prompt_logprobs"],
         )
         return request, reader
 
@@ -689,10 +703,14 @@ class _Answer:
         self.request = request
         self.reader = reader
         self.totals = StepTotals()
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def add(self, step: Step) -> Piece:
         self.totals.add(step)
-        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish)
+        self.logprobs += step.logprobs
+        self.prompt_logprobs += step.prompt_logprobs
+        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, step.logprobs)
 
     def result(self) -> Result:
         """The answer so far; one that was broken off counts as ended by its length."""
@@ -706,7 +724,9 @@ class _Answer:
             tokens=totals.emitted,
             decisions=dict(totals.decisions),
         )
-        return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats)
+        logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
+        prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
+        return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs)
 
 
 def sampling_of(asked: Mapping[str, Any]) -> Sampling:

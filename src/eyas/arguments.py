@@ -26,6 +26,7 @@ __all__ = [
     "as_logit_bias",
     "as_processors",
     "as_prompts",
+    "as_stop_token_ids",
     "device_name",
     "dtype_name",
     "generate_keywords",
@@ -55,6 +56,10 @@ class GenerateKeywords(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int | str, float] | Iterable[tuple[int, float]] | None
+    min_tokens: int | None
+    stop_token_ids: Iterable[int] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
     ignore_eos: bool
@@ -64,6 +69,8 @@ class GenerateKeywords(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(GenerateKeywords.__annotations__),
     **{field.name: field.default for field in fields(Sampling)},
+    "min_tokens": 0,
+    "stop_token_ids": (),
     "ignore_eos": False,
     "raw": False,
 }
@@ -72,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
 SYNONYMS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
 # Keywords of transformers' generate that change nothing here when they have one of these values.
@@ -91,7 +99,8 @@ INSTEAD = {
     "streamer": "iterate over llm.stream(prompt)",
     "generation_config": "write its values as keywords, for example temperature=0.7",
     "stopping_criteria": "write stop=[...] for strings, or break out of llm.stream",
-    "eos_token_id": "the model's own ids end an answer; ignore_eos=True goes on past them",
+    "eos_token_id": "the model's own ids end an answer; stop_token_ids adds others, and ignore_eos=True goes on past the model's own",
+    "top_logprobs": "logprobs=5 lists the 5 most probable tokens beside each one, logprobs=0 none",
     "input_ids": "give it as the prompt: generate(input_ids)",
     "attention_mask": "give the tokenizer's whole output as the prompt: generate(tokenizer(text))",
 }
@@ -212,6 +221,11 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
     merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
+    merged["min_tokens"] = whole_number("min_tokens", merged["min_tokens"], 0)
+    merged["stop_token_ids"] = as_stop_token_ids(merged["stop_token_ids"])
+    for name in ("logprobs", "prompt_logprobs"):
+        if merged[name] is not None:
+            merged[name] = whole_number(name, merged[name], 0)
     for name in ("ignore_eos", "raw"):
         if not isinstance(merged[name], bool):
             raise OptionError(f"{name} must be True or False, got {merged[name]!r}")
@@ -246,6 +260,14 @@ def as_processors(given: Any) -> list[Any]:
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return list(given)
     return [given]
+
+
+def as_stop_token_ids(given: Any) -> tuple[int, ...]:
+    """Token ids that end an answer, from an iterable of them."""
+    listed = None if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable) else _token_ids(list(_as_lists(given)))
+    if listed is None:
+        raise OptionError(f"stop_token_ids is a list of token ids, got {given!r}")
+    return listed
 
 
 def as_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:

@@ -39,6 +39,7 @@ from eyas.core.drafter import CycleInput, Shape
 from eyas.core.options import DEPRECATED
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
+from eyas.drafters._allowed import SoFar, only_allowed
 from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.errors import OptionError
 
@@ -170,11 +171,12 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
     """
     if cycle_input.tree_shape is not None:
         tree = replace(tree, **cycle_input.tree_shape.within(tree.shape)._asdict())
-    if growth.at_once is not None and (draft := growth.at_once(tree)) is not None:
+    if growth.at_once is not None and not cycle_input.constraints and (draft := growth.at_once(tree)) is not None:
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     hidden_BQD, adjustments = growth.hidden_BD[:, None], growth.adjustments(cycle_input)
-    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, 0)
+    so_far = SoFar.root(cycle_input)
+    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
@@ -188,7 +190,8 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
         if adjustments is not None:
             adjustments = adjustments.take(parent_BK).then(index_BK)
         hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, level)
+        so_far = so_far.then(parent_BK, growth.ids(index_BK))
+        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
         value_BX = (parent_value_BK1 + chance_BKK).flatten(1)
@@ -224,10 +227,11 @@ class _Children:
 
 
 def _best_children(
-    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None, level: int
-) -> _Children:
+    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
+    so_far: SoFar, level: int,
+) -> _Children:  # fmt: skip
     """The `branch` most likely children of each node of a level."""
-    logits_BQv = growth.head(hidden_BQD)
+    logits_BQv = only_allowed(growth.head(hidden_BQD), cycle_input, so_far, growth.draft_ids_v)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
@@ -347,7 +351,9 @@ def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
             hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
         adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
-        scores_BQV = apply_sampling_rows(growth.head(hidden_BND[:, inner_Q]), cycle_input.sampling, adjustments)
+        so_far = SoFar(shape.parents_BN, tokens_BN, inner_Q)
+        logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, so_far, growth.draft_ids_v)
+        scores_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
         key_BQV = scores_BQV
         if coupled:
             key_BQV = scores_BQV + growth.noise(cycle_input, number, scores_BQV.shape[-1])

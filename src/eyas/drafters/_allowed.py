@@ -1,0 +1,64 @@
+"""Drafts under constraints: a net's children are ranked among the tokens that the request's constraint allows.
+
+A constraint is a law that the target keeps at every node (`core.constraints`), so a child that it forbids is never accepted. While a tree
+grows, the masks of the nodes so far are those that verification will apply: they depend on a node's path alone, so drawn children keep
+their law, too.
+
+This module knows no net and no grammar. Letters: B rows, M nodes so far, Q nodes of a level, V vocabulary, v draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.core.drafter import CycleInput
+from eyas.errors import EyasError
+
+__all__ = ["SoFar", "only_allowed"]
+
+
+class SoFar(NamedTuple):
+    """A tree that grows, and the nodes whose children are sought."""
+
+    parents_BM: Tensor  # int64; a parent before its children, -1 for the root
+    tokens_BM: Tensor  # int64
+    nodes_Q: Tensor  # int64; node numbers
+
+    @classmethod
+    def root(cls, cycle_input: CycleInput) -> SoFar:
+        """The root alone."""
+        tokens_B1 = cycle_input.tokens_B[:, None]
+        return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
+
+    def then(self, parent_BK: Tensor, tokens_BK: Tensor) -> SoFar:
+        """The tree with a level more, whose children are sought next.
+
+        Args:
+            parent_BK: each new node's parent, as an index among the nodes of the last level.
+        """
+        M, K = self.parents_BM.shape[1], tokens_BK.shape[1]
+        parents_BM = torch.cat([self.parents_BM, self.nodes_Q[parent_BK]], dim=1)
+        return SoFar(parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device))
+
+
+def only_allowed(logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar, draft_ids_v: Tensor | None) -> Tensor:
+    """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor without constraints.
+
+    Args:
+        logits_BQv: of the nodes `so_far.nodes_Q`.
+        draft_ids_v: the target's ids of a draft vocabulary that is smaller than the target's.
+    """
+    if not cycle_input.constraints:
+        return logits_BQv
+    masked_BQv, nodes = logits_BQv.clone(), so_far.nodes_Q.tolist()
+    for b, constraint in enumerate(cycle_input.constraints):
+        if constraint is None:
+            continue
+        with suppress(EyasError):  # verification reports it
+            mask_QV = constraint.mask(so_far.parents_BM[b].tolist(), so_far.tokens_BM[b].tolist())[nodes].to(logits_BQv.device)
+            masked_BQv[b].masked_fill_(~(mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]), -torch.inf)
+    return masked_BQv

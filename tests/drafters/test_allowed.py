@@ -1,0 +1,79 @@
+"""Drafts under constraints: heads propose what the constraint allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from eyas.core.drafter import CycleInput
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Verdict
+from reference import plain_decode
+from test_lossless import make
+
+
+class Alternating:
+    """A toy constraint: after an even token an odd one must come, and after an odd one an even one; it never ends."""
+
+    def __init__(self, vocab: int, fails: bool = False) -> None:
+        self.vocab, self.fails = vocab, fails
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        if self.fails and len(tokens) > 1:
+            raise RuntimeError("no mask")
+        mask_NV = (torch.arange(self.vocab) + torch.tensor(tokens)[:, None]) % 2 == 1
+        forbidden = [False]
+        for parent, token in zip(parents[1:], tokens[1:], strict=True):
+            forbidden.append(forbidden[parent] or not mask_NV[parent, token])
+        return mask_NV | torch.tensor(forbidden)[:, None]
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+    finished = False
+
+    def forced(self, limit: int) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra"])
+def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
+    """Guards the masks of growing trees, at every level: no candidate stands where the target gives it no chance."""
+    target = Target(zoo.tiny("llama"))
+    drafted = 0
+
+    def watch(cycle_input: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
+        nonlocal drafted
+        tree = draft.tree
+        for node in tree.candidate_BN[0].nonzero().flatten().tolist()[1:]:
+            drafted += 1
+            assert scores_BNV[0, int(tree.parents_BN[0, node]), int(draft.tokens_BN[0, node])] > -torch.inf
+
+    request = Request((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
+    decoder = Decoder(target, make(name, target), watch=watch)
+    decoder.add(request)
+    tokens = [token for step in iter(lambda: decoder.step() if not decoder.finished else None, None) for s in step for token in s.tokens]
+    assert drafted > 20
+    assert all((a + b) % 2 for a, b in zip([3, *tokens], tokens, strict=False))
+    if sampling.greedy:
+        assert tokens == plain_decode(target.model, request)
+
+
+def test_a_constraint_that_fails_ends_its_request_only() -> None:
+    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported by verification."""
+    target = Target(zoo.tiny("llama"))
+    decoder = Decoder(target, make("eagle2", target), rows=2)
+    bad = decoder.add(Request((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))
+    good = decoder.add(Request((5, 8, 3), 12))
+    last = {}
+    while not decoder.finished:
+        last |= {step.request: step for step in decoder.step() if step.finish}
+    assert last[bad].finish == "error"
+    assert "no mask" in str(last[bad].error)
+    assert last[good].finish == "length"

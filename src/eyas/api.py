@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast, overload
@@ -34,6 +34,7 @@ from eyas.arguments import (
     whole_number,
     with_generate_keywords,
 )
+from eyas.core.constraints import Constraint
 from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, build_options, flags, method_name
 from eyas.core.engine import Decoder, Request, Step, keeps_well
@@ -43,6 +44,7 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import InputError, ModelError, OptionError, UnknownOptionError, near
+from eyas.grammar import Grammars, structure_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, render
 
@@ -322,6 +324,7 @@ class LLM:
         self.policy = policy
         self.eos = _eos(target.model, tokenizer)
         self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (what it was made of, the Decoder)
+        self._grammars: Grammars | None = None
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -407,6 +410,8 @@ class LLM:
                 node, with the node's own prefix, which is slow.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
+            response_format, regex, grammar, choice: the texts that the answer may have
+                (docs/structured_output.md). response_format is OpenAI's, or a model of pydantic.
 
         Returns:
             A Result, or a list of them in the order of the prompts.
@@ -504,19 +509,30 @@ class LLM:
         """
         asked = generate_keywords(keywords)
         ids = self.ids(prompt, system, asked["raw"])
+        eos = (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"])
         reader = TextReader(self.tokenizer, asked["stop"])
         request = Request(
             ids,
             self._new_tokens(asked, len(ids)),
             sampling_of(asked),
-            (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"]),
+            eos,
             reader.feed,
             tuple(_check_processor(p) for p in as_processors(asked["logits_processor"])),
             min_tokens=asked["min_tokens"],
             logprobs=asked["logprobs"],
             prompt_logprobs=asked["prompt_logprobs"],
+            constraint=self._constraint(asked, eos),
         )
         return request, reader
+
+    def _constraint(self, asked: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
+        """The constraint that the keywords ask for; None where the text is free."""
+        structure = structure_of(asked)
+        if structure is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
+        return self._grammars.constraint(structure, eos)
 
     def _new_tokens(self, asked: Mapping[str, Any], prompt_length: int) -> int:
         most: int | None = asked["max_new_tokens"]

@@ -64,6 +64,10 @@ class GenerateKeywords(TypedDict, total=False):
     logits_processor: Processor | Iterable[Processor] | None
     ignore_eos: bool
     raw: bool
+    response_format: Any  # OpenAI's mapping, or a model of pydantic
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
 
 
 DEFAULTS: dict[str, Any] = {

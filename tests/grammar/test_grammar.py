@@ -329,6 +329,8 @@ def test_schemas_that_xgrammar_does_not_follow_are_left_to_llguidance() -> None:
     for schema, served in ((PERSON, True), ({"type": "number", "multipleOf": 0.5}, False), ({"type": "integer", "minimum": 3}, False)):
         made = grammars_.constraint(structure(**json_format(schema)), (EOS,))
         assert isinstance(made._matcher, XGMatcher) == served
+    made = grammars_.constraint(structure(grammar='start: "a" b\nb: %json {"type": "object"}'), (EOS,))
+    assert not isinstance(made._matcher, XGMatcher)
 
 
 def test_compiled_structures_are_kept_for_a_while() -> None:

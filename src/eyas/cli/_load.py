@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli._errors import note
-from eyas.cli._options import DraftOptions, SamplingOptions, TargetOptions
+from eyas.cli._errors import UsageError, note
+from eyas.cli._options import DraftOptions, SamplingOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
@@ -124,6 +124,30 @@ def sampling_of(options: SamplingOptions) -> dict[str, Any]:
     keywords = asdict(options)
     Sampling(**{name: value for name, value in keywords.items() if name not in ("max_new_tokens", "stop")})
     return keywords
+
+
+def structure_of(options: StructureOptions) -> dict[str, Any]:
+    """The keywords of `LLM.request` for structured output. Refuses what cannot be read before a model is loaded."""
+    from eyas import grammar
+
+    given: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
+    given["grammar"] = None if options.grammar is None else _text_of(options.grammar)
+    if options.json_object and options.json_schema:
+        raise UsageError("give only one of --json-object and --json-schema")
+    if options.json_object:
+        given["response_format"] = {"type": "json_object"}
+    if options.json_schema:
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": _text_of(options.json_schema)}}
+    keywords = {name: value for name, value in given.items() if value is not None}
+    grammar.structure_of(keywords)
+    return keywords
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def record(llm: LLM, result: Result) -> dict[str, Any]:

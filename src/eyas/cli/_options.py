@@ -161,6 +161,22 @@ class AnswerOptions(SamplingOptions, TemperatureOptions, LengthOptions):
     """How an answer is sampled, and where it ends."""
 
 
+@option_group
+class StructureOptions:
+    """The texts that an answer may have; see docs/structured_output.md."""
+
+    json_schema: Annotated[str | None, "Output", "FILE"] = None
+    """Answer in JSON of this schema."""
+    json_object: Annotated[bool, "Output"] = False
+    """Answer with a JSON object."""
+    regex: Annotated[str | None, "Output", "EXPRESSION"] = None
+    """Answer with a text that this expression matches as a whole."""
+    grammar: Annotated[str | None, "Output", "FILE"] = None
+    """Answer with a text of this grammar, in Lark's form or the EBNF of llama.cpp."""
+    choice: Annotated[tuple[str, ...], "Output", "TEXT"] = ()
+    """Answer with this text or another --choice."""
+
+
 # --- options that depend on the method ---
 
 

@@ -12,13 +12,14 @@ from cyclopts.types import PositiveInt
 
 from eyas.cli._errors import Interrupted, UsageError, note, problem
 from eyas.cli._files import InvalidLine, Results, Task, differences, read_tasks, refuse
-from eyas.cli._load import load, note_no_head, record, sampling_of
+from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
     AnswerOptions,
     DraftOptions,
     MethodOptions,
+    StructureOptions,
     TargetOptions,
     option_group,
 )
@@ -34,6 +35,7 @@ EXAMPLES = """
 eyas generate "Tell me a story."  # the embedded model
 eyas generate --target MODEL --draft HEAD --temperature 0.7 -  # the prompt from stdin
 eyas generate --input prompts.jsonl --output results.jsonl  # many; run it again to continue after an interrupt
+eyas generate --json-schema person.json "Who are you?"  # JSON of this schema, and nothing else
 eyas generate --target MODEL --prompt-ids 1,15043 --json  # no tokenizer needed
 eyas generate "Tell me a story." --view story.html  # every cycle's tree, in a browser
 """
@@ -74,6 +76,7 @@ def command(
     *,
     inputs: InputOptions,
     sampling: AnswerOptions,
+    structure: StructureOptions,
     model: TargetOptions,
     draft: DraftOptions,
     options: MethodOptions,
@@ -87,7 +90,7 @@ def command(
     """
     _check(prompt, inputs)
     given = {"ignore_eos": inputs.ignore_eos, "system": inputs.system, "raw": inputs.raw}
-    keywords = {**sampling_of(sampling), **given}
+    keywords = {**sampling_of(sampling), **structure_of(structure), **given}
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
         view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)

@@ -18,14 +18,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, OptionError
-from eyas.grammar._structure import KEYWORDS, Structure, structure_of
+from eyas.grammar._structure import JSON_OPTIONS, KEYWORDS, Structure, structure_of
 from eyas.grammar._vocabulary import Vocabulary
 from eyas.grammar._walk import GrammarConstraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["KEYWORDS", "LIBRARIES", "GrammarConstraint", "Grammars", "Structure", "structure_of"]
+__all__ = ["JSON_OPTIONS", "KEYWORDS", "LIBRARIES", "GrammarConstraint", "Grammars", "Structure", "structure_of"]
 
 LIBRARIES = ("auto", "llguidance", "xgrammar")
 MAX_COMPILED = 64  # structures that are kept compiled

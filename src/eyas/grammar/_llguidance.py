@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from eyas.errors import EyasError, InputError
-from eyas.grammar._structure import Structure
+from eyas.grammar._structure import JSON_OPTIONS, Structure
 from eyas.grammar._vocabulary import Vocabulary
 
 __all__ = ["LLGuidance"]
 
-JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 100_000}  # below the library's own: less memory for one request
 PURE = '%llguidance {"no_forcing": true}'  # masks allow every token that fits, not only the tokenizer's own split of a forced text
 NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "ebnf": "grammar"}

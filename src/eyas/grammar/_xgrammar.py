@@ -44,7 +44,9 @@ class XGrammar:
     @staticmethod
     def serves(structure: Structure) -> bool:
         """Whether the library follows everything that the structure says."""
-        return structure.kind != "json" or all(keyword in KEYWORDS for keyword in _keywords(json.loads(structure.text)))
+        if structure.kind == "json":
+            return all(keyword in KEYWORDS for keyword in _keywords(json.loads(structure.text)))
+        return structure.kind != "lark" or "%" not in structure.text  # schemas inside grammars are spaced otherwise
 
     def compile(self, structure: Structure) -> XGMatcher:
         """A matcher at the beginning of the text; InputError for what the library cannot compile."""

@@ -1,0 +1,137 @@
+"""Structured output through `LLM` and the engine: the ids are those of plain decoding under the same masks, for every method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+import regex
+
+import eyas
+import zoo
+from eyas import drafters, tiny
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
+from eyas.errors import EyasError
+from eyas.grammar import GrammarConstraint, Grammars, structure_of
+from reference import SAMPLINGS, plain_decode, run
+from test_lossless import DRAWN, make
+from toy_tokenizer import VOCAB, byte_tokenizer
+
+pytest.importorskip("llguidance", reason="structured output needs llguidance")
+
+EOS = 1
+MOST = 40  # tokens of an answer
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+STRUCTURES: tuple[dict[str, Any], ...] = (
+    {"response_format": FORMAT},
+    {"regex": r"(\w+ ){3,6}(yes|no)!?"},
+    {"choice": ["yes", "yes, of course", "no"]},
+)
+
+
+@cache
+def target() -> Target:
+    """A model of the byte tokenizer's size, and of a few ids that the tokenizer does not have."""
+    return Target(zoo.tiny("llama", vocab_size=VOCAB + 10))
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(byte_tokenizer(), VOCAB + 10, "llguidance")
+
+
+def constraint(number: int, eos: Sequence[int] = (EOS,)) -> GrammarConstraint:
+    structure = structure_of(STRUCTURES[number % len(STRUCTURES)])
+    assert structure is not None
+    return grammars().constraint(structure, eos)
+
+
+def request(number: int) -> Request:
+    """Requests of different prompts, structures and samplings; each call has a constraint of its own."""
+    prompt = tuple(6 + (7 * number + 5 * i) % 200 for i in range(3 + 4 * number))
+    return Request(prompt, MOST, SAMPLINGS[number % len(SAMPLINGS)], frozenset({EOS}), constraint=constraint(number))
+
+
+@cache
+def plain(number: int) -> tuple[int, ...]:
+    """The new tokens of a request by full forwards."""
+    return tuple(plain_decode(target().model, request(number)))
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method(name: str, rows: int) -> None:
+    """Guards masks at every node of every method's trees, rows that join and leave, and the cut where nothing may follow: greedy and seeded
+    ids are those of plain decoding under the same masks. Children that are sampled keep the distribution only, and valid texts."""
+    requests = [request(number) for number in range(6 if rows > 1 else 3)]
+    tokens, _ = run(Decoder(target(), make(name, target()), rows), requests)
+    for number, (one, new) in enumerate(zip(requests, tokens, strict=True)):
+        if one.sampling.greedy or name not in DRAWN:
+            assert tuple(new) == plain(number), f"{one.sampling}"
+        elif len(new) < one.max_new_tokens:
+            follower = constraint(number)
+            follower.accept(new)
+            assert follower.finished
+
+
+def test_plain_decoding_ends_some_texts() -> None:
+    """Guards this file: some texts end where nothing may follow, and some are cut by their length."""
+    lengths = [len(plain(number)) for number in range(6)]
+    assert min(lengths) < MOST
+    assert max(lengths) == MOST
+
+
+@cache
+def embedded() -> eyas.LLM:
+    if not (tiny.FOLDER / tiny.PACKED).exists():
+        pytest.skip("the embedded model's weights are not in this checkout")
+    return eyas.load(tree={"nodes": 8, "depth": 4, "branch": 3})
+
+
+@pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:
+    """Guards the whole way from a schema to a text: it parses, it validates, and it is that of plain decoding; streamed and not."""
+    asked = {"response_format": FORMAT, "max_new_tokens": 80, **keywords}
+    prompt = "I want to book a table for two in San Jose tonight."
+    result = embedded().generate(prompt, **asked)
+    assert result.finish_reason == "stop"
+    jsonschema.validate(json.loads(result.text), PERSON)
+    assert "".join(piece.text for piece in embedded().stream(prompt, **asked)) == result.text
+    assert eyas.load(method="vanilla").generate(prompt, **asked).token_ids == result.token_ids
+
+
+def test_other_structures_of_the_embedded_model() -> None:
+    """Guards each keyword of `generate`."""
+    llm, prompt = embedded(), "Can you tell me what the weather is like?"
+    assert regex.fullmatch("[A-Z][a-z]+ [0-9]{2}", llm.generate(prompt, regex="[A-Z][a-z]{1,8} [0-9]{2}").text)
+    assert llm.generate(prompt, choice=["sunny", "rainy"]).text in ("sunny", "rainy")
+    assert set(llm.generate(prompt, grammar='root ::= ("ha" | "ho"){2,5}').text) <= set("hao")
+    assert llm.generate(prompt, response_format={"type": "json_object"}, max_new_tokens=20).text.startswith("{")
+    assert llm.generate(prompt, choice=["only this"], ignore_eos=True).text == "only this"
+    several = llm.generate([prompt, "Tell me a story."], choice=["left", "right"], batch_size=2)
+    assert {result.text for result in several} <= {"left", "right"}
+
+
+def test_a_chat_keeps_its_structure() -> None:
+    """Guards against a constraint that is used up by the first turn."""
+    chat = embedded().chat(choice=["yes", "no"])
+    assert [chat.send(text).text in ("yes", "no") for text in ("Is it sunny?", "Is it warm?")] == [True, True]
+
+
+def test_mistakes_come_before_anything_is_decoded() -> None:
+    """Guards one clear line where the structure is wrong."""
+    with pytest.raises(EyasError, match="unclosed group"):
+        embedded().generate("Hello.", regex="(a")
+    with pytest.raises(EyasError, match="give one of them"):
+        embedded().stream("Hello.", regex="a", choice=["b"])

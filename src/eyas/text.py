@@ -64,6 +64,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Tokenize a chat by the tokenizer's own chat template.
 
@@ -72,6 +73,7 @@ def render(
             content parts, whose texts are joined by line breaks, as vLLM does. Further keys are
             handed to the template as they are.
         add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
+        tools: functions that the model may call, in OpenAI's form.
 
     Raises:
         InputError: a message is malformed, the tokenizer has no chat template, or the template
@@ -82,7 +84,13 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     try:
-        out: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True)
+        out: Any = tokenizer.apply_chat_template(
+            chat,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=True,
+        )
     except Exception as error:  # a template is a program that comes with the model; it may raise anything
         raise InputError(f"the chat template refuses these messages: {_reason(error)}") from error
     ids: list[int] = list(out["input_ids"])

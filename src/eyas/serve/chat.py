@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from eyas.core.requests import TokenLogprobs
+from eyas.grammar import structure_of
 from eyas.serve.access import request_id
+from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.protocol.chat import ChatBody, Prediction
+from eyas.serve.reading import MessageReader, check_readable, message_of, reader_for
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
 from eyas.serve.service import Service
+from eyas.serve.tools import Tools, readable, tools_of
 
 __all__ = ["chat"]
 
@@ -25,14 +30,27 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     service.check_model(body.model)
     n = body.n or 1
     check_count(service.settings, 1, n)
-    ids = await service.in_worker(service.render, body.messages)
+    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    check_readable(service.llm, tools)
+    ids = await service.in_worker(_prompt, service, body.messages, tools)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
+    if tools.forced:
+        if structure_of(keywords) is not None:
+            raise ApiError(400, "a tool_choice that forces a call excludes other structured output", param="tool_choice")
+        keywords["grammar"] = tools.grammar()
     prediction = await service.in_worker(predicted_tokens, service, body.prediction)
     job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, **body.job_fields())
-    dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, count)
+    reader = partial(reader_for, service.llm, tools, ids, bool(body.stop))
+    dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, reader, count)
     return await reply(service, request, body, dialect)
+
+
+def _prompt(service: Service, messages: Sequence[Mapping[str, Any]], tools: Tools) -> tuple[int, ...]:
+    """The conversation as token ids, with the tools that the model may call."""
+    prepared, variables = readable(service.tokenizer, messages, tools)
+    return service.render(prepared, **variables)
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:
@@ -46,7 +64,10 @@ class ChatCompletion(Dialect):
     """OpenAI's chat completions."""
 
     texts: TokenTexts
+    new_reader: Callable[[], MessageReader]
     logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
+
+    _readers: dict[int, MessageReader] = field(default_factory=dict)  # of the sequences of a stream
 
     prefix = "chatcmpl"
     object = "chat.completion"
@@ -56,21 +77,27 @@ class ChatCompletion(Dialect):
         return [_chunk_choice(i, {"role": "assistant", "content": ""}) for i in range(self.job.n)]
 
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+        reader = self.new_reader()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": totals.text, "refusal": None},
+            "message": message_of(reader, index, totals),
             "logprobs": self._logprobs(totals.logprobs),
-            "finish_reason": totals.finish,
+            "finish_reason": _finish(reader, totals.finish),
             "stop_reason": totals.stop_reason,
         }
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.index not in self._readers:
+            self._readers[delta.index] = self.new_reader()
+        reader = self._readers[delta.index]
+        choices = [_chunk_choice(delta.index, part) for part in reader.read(delta)]
         logprobs = self._logprobs(delta.logprobs)
-        choices = []
-        if delta.text or logprobs or (delta.cycle and not delta.finish):
-            choices.append({**_chunk_choice(delta.index, {"content": delta.text}), "logprobs": logprobs})
+        if not choices and (logprobs or (delta.cycle and not delta.finish)):
+            choices = [_chunk_choice(delta.index, {"content": ""})]
+        if choices:
+            choices[0]["logprobs"] = logprobs
         if delta.finish:
-            choices.append({**_chunk_choice(delta.index, {}, delta.finish), "stop_reason": delta.stop_reason})
+            choices.append({**_chunk_choice(delta.index, {}, _finish(reader, delta.finish)), "stop_reason": delta.stop_reason})
         return choices
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:
@@ -79,6 +106,10 @@ class ChatCompletion(Dialect):
 
     def _logprobs(self, values: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return None if self.logprobs is None or not values else self.texts.chat(values, self.logprobs)
+
+
+def _finish(reader: MessageReader, reason: str | None) -> str | None:
+    return "tool_calls" if reader.called and reason == "stop" else reason
 
 
 def _chunk_choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from eyas.arguments import DEFAULTS
 from eyas.errors import OptionError
+from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
 
 __all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
 
@@ -31,10 +32,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "extra_args": (None, {}),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
@@ -46,7 +43,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "store": (None, False),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1.0),
@@ -112,6 +108,11 @@ class GenerationBody(Body):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's names for these
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # eyas' own
     speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
     cycles: bool | None = None  # with stream: every cycle, for the page
@@ -168,6 +169,10 @@ class GenerationBody(Body):
         """
         fields = {name: getattr(self, name) for name in KEYWORDS} | more
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        for name, value in structure_keywords({field: getattr(self, field) for field in STRUCTURE_FIELDS}).items():
+            if name in given:
+                raise OptionError(f"{name} is there twice: once under a name of vLLM")
+            given[name] = value
         if given.get("top_k") == -1:  # vLLM's word for all tokens
             given["top_k"] = 0
         for name in list(given):

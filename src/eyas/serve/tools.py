@@ -1,0 +1,108 @@
+"""Functions that the model may call: OpenAI's `tools` and `tool_choice`.
+
+the prompt      the tokenizer's chat template writes the tools into it; a template that leaves them out is refused
+auto            the model decides whether it calls; `eyas.serve.reading` finds the calls
+required, or    a grammar lets the model write nothing but one call, with arguments of the function's schema
+a function
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.errors import InputError
+from eyas.grammar import JSON_OPTIONS
+from eyas.serve.errors import ApiError
+from eyas.text import render
+
+__all__ = ["Tools", "readable", "tools_of"]
+
+ANY_CALL = ("auto", "none", "required")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a request says about tools.
+
+    Attributes:
+        listed: the functions, in OpenAI's form; () if the model is not told of any.
+        forced: names of the functions one of which must be called; () if none must.
+        parallel: whether several calls may be made.
+    """
+
+    listed: tuple[Mapping[str, Any], ...] = ()
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
+
+    def grammar(self) -> str:
+        """The grammar, in Lark's form, of one call of a forced function: {"name": ..., "arguments": {...}}."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
+        calls, rules = [], []
+        for number, name in enumerate(self.forced):
+            schema = functions[name].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+            opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+            calls.append(f"call_{number}")
+            rules.append(f'call_{number}: {opening} arguments_{number} "}}"')
+            rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}")
+        return "\n".join([f"start: {' | '.join(calls)}", *rules])
+
+
+def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
+    """The Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; ApiError where they are wrong."""
+    listed = tuple(_checked(tool, number) for number, tool in enumerate(tools or (), start=1))
+    names = [tool["function"]["name"] for tool in listed]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
+    if isinstance(choice, str) or choice is None:
+        if choice not in (None, *ANY_CALL):
+            raise ApiError(400, f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", ...}}', param="tool_choice")
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
+        return Tools(() if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False)
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name not in names:
+        raise ApiError(400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice")
+    return Tools(listed, (str(name),), parallel is not False)
+
+
+def _checked(tool: Any, number: int) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ApiError(400, f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', param="tools")
+    if not isinstance(function.get("parameters", {}), Mapping | None):
+        raise ApiError(400, f"the parameters of the function {function['name']!r} must be a JSON schema", param="tools")
+    return tool  # type: ignore[no-any-return]
+
+
+def readable(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Tools) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(messages, keywords of `text.render`) for a chat template: arguments of earlier calls as mappings, content as text.
+
+    Raises:
+        ApiError: the chat template has no place for tools.
+    """
+    prepared = [_for_template(message) for message in messages]
+    if not tools.listed:
+        return prepared, {}
+    probe = [{"role": "user", "content": "?"}]
+    if render(tokenizer, probe, tools=tools.listed) == render(tokenizer, probe):
+        raise ApiError(400, "this model's chat template has no place for tools: leave them out", param="tools")
+    return prepared, {"tools": tools.listed}
+
+
+def _for_template(message: Any) -> Any:
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"]) if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else {}
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                raise InputError("the arguments of a tool call in the messages are no JSON") from None
+        calls.append({**call, "function": function} if function else call)
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}

@@ -454,7 +454,11 @@ MUTATIONS = (
     mutation(
         "greedy rows are verified as drawn",
         ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
-        rewrite("core.verify:verify", "torch.where(NOISE.greedy_B, CHOSEN, DRAWN)", "DRAWN"),
+        rewrite(
+            "core.verify:verify",
+            "NOISE.greedy_B if CHOSEN is None else NOISE.greedy_B | CHOSEN",
+            "~(NOISE.greedy_B | True) if CHOSEN is None else CHOSEN",
+        ),
     ),
     # q without the row's temperature
     mutation(

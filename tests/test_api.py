@@ -61,6 +61,34 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert llm.generate("Hello there", max_new_tokens=20, raw=True).token_ids == plain(llm, llm.ids("Hello there", raw=True), 20)
 
 
+def test_several_answers_to_a_prompt(llm: LLM) -> None:
+    """Bugs: answers share a seed or their text reader, come in another order, or the prompt is read for each of them."""
+    prompts = ("Hello there", "Another one")
+    alone = [[llm.generate(prompt, max_new_tokens=15, temperature=1.0, seed=7 + k) for k in range(3)] for prompt in prompts]
+    for rows in (1, 2, 4):
+        answers = llm.generate(prompts[0], n=3, max_new_tokens=15, temperature=1.0, seed=7, batch_size=rows)
+        assert [(a.token_ids, a.text) for a in answers] == [(a.token_ids, a.text) for a in alone[0]]
+        assert all(answer.stats.cached_tokens > 0 for answer in answers[1:])
+    both = llm.generate(list(prompts), n=3, max_new_tokens=15, temperature=1.0, seed=7)
+    assert [[a.token_ids for a in each] for each in both] == [[a.token_ids for a in each] for each in alone]  # type: ignore[attr-defined]
+
+
+def test_drafts_of_one_request(llm: LLM) -> None:
+    """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers to Python."""
+    expected = plain(llm, "Hello there", 40)
+    for draft in ("auto", True, "off", False, 0, 3):
+        result = llm.generate("Hello there", max_new_tokens=40, draft=draft)
+        assert result.token_ids == expected
+        assert (result.stats.cycles == 39) == (draft in ("off", False, 0))
+        assert max(result.stats.accepted_lengths) <= (3 if draft == 3 else 40)
+    for prediction in (expected, [*expected[:20], 7, *expected[22:]], llm.tokenizer.decode(expected), ""):  # type: ignore[union-attr]
+        result = llm.generate("Hello there", max_new_tokens=40, prediction=prediction)
+        assert result.token_ids == expected
+        if prediction is expected or isinstance(prediction, list):
+            assert result.stats.predicted_tokens > 20
+    assert result.stats.predicted_tokens == 0
+
+
 def test_stream_is_generate(llm: LLM) -> None:
     """Guards streaming: pieces add up to the text and ids of generate; bytes that are no characters yet are held back."""
     for temperature in (0.0, 1.0):
@@ -308,7 +336,12 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
         ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
         ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
-        ({"num_return_sequences": 3}, "num_return_sequences is no keyword of eyas: call generate once for each answer"),
+        ({"num_return_sequences": 3}, r"num_return_sequences is no keyword of eyas: write llm.generate\(prompt, n=...\)"),
+        ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
+        ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
+        ({"draft": -1}, "draft must be auto, off or a number of draft tokens"),
+        ({"prediction": "bad \ud800"}, "the prediction"),
+        ({"prediction": [4000]}, "prediction: token id 4000 is outside"),
         ({"num_beams": 4}, "without beams"),
         ({"streamer": object()}, "iterate over llm.stream"),
         ({"tempurature": 1}, "unknown sampling parameter 'tempurature'; did you mean temperature"),

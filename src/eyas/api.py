@@ -46,7 +46,7 @@ from eyas.drafters._merge import Merged
 from eyas.errors import InputError, ModelError, OptionError, UnknownOptionError, near
 from eyas.grammar import Grammars, structure_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
-from eyas.text import StopStrings, encode, render
+from eyas.text import StopStrings, encode, encode_part, render
 
 __all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "load"]
 
@@ -85,6 +85,8 @@ class Stats:
 
     tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
     decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.plan`
+    predicted_tokens: int = 0  # accepted draft tokens that `prediction` proposed
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values were there already
 
     @property
     def tau(self) -> float:
@@ -361,6 +363,16 @@ class LLM:
     @overload
     def generate(
         self,
+        prompt: str | Sequence[int] | Messages,
+        *,
+        n: int,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> list[Result]: ...
+    @overload
+    def generate(
+        self,
         prompt: Sequence[Prompt],
         *,
         system: str | None = None,
@@ -383,16 +395,18 @@ class LLM:
         *,
         system: str | None = None,
         batch_size: int | None = None,
+        n: int = 1,
         **keywords: Any,
     ) -> Any:
-        """Answer one prompt, or each of a list of prompts.
+        """Answer one prompt, or each of a list of prompts, once or several times.
 
         Args:
             prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
                 tokenizer returns), or a list of those (a tensor [B, T]).
             system: a system message, for tokenizers with a chat template.
-            batch_size: prompts that are decoded together when there are many. None: 1 on a CPU, 8
+            batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
+            n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
             temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
                 frequency_penalty, logit_bias, seed: see `Sampling`. Greedy by default. None is the
@@ -408,20 +422,29 @@ class LLM:
                 completes it.
             logits_processor: processors of transformers, one or several. They run once for each
                 node, with the node's own prefix, which is slow.
+            draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
+            prediction: text (or token ids) that the answer probably repeats, such as the file that
+                is to be edited. It is drafted; it changes the speed, never the answer.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
             response_format, regex, grammar, choice: the texts that the answer may have
                 (docs/structured_output.md). response_format is OpenAI's, or a model of pydantic.
 
         Returns:
-            A Result, or a list of them in the order of the prompts.
+            A Result, or a list of them in the order of the prompts. With n above 1 a list of n
+            Results takes the place of each.
 
         Raises:
             InputError, FitError, OptionError: before anything is decoded.
         """
         prompts, single = as_prompts(prompt)
-        results = dict(self.generate_each(prompts, batch_size, system=system, **keywords))
-        return results[0] if single else [results[i] for i in range(len(prompts))]
+        n, asked = whole_number("n", n), generate_keywords(keywords)
+        seeds = [{**keywords, "seed": (int(asked["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
+        answers = [_Answer(*self.request(one, system=system, **each)) for one in prompts for each in seeds]
+        results = dict(self._answer_each(answers, batch_size, reuse=n > 1))
+        flat = [results[i] for i in range(len(answers))]
+        each = flat if n == 1 else [flat[i : i + n] for i in range(0, len(flat), n)]
+        return each[0] if single else each
 
     def generate_each(
         self,
@@ -434,9 +457,13 @@ class LLM:
         """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
         `generate`.
         """
-        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
         answers = [_Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
-        decoder, keep = self._take_decoder(max(1, min(rows, len(answers))))
+        yield from self._answer_each(answers, batch_size)
+
+    def _answer_each(self, answers: Sequence[_Answer], batch_size: int | None, reuse: bool = False) -> Iterator[tuple[int, Result]]:
+        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts that begin alike are read once."""
+        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
+        decoder, keep = self._take_decoder(max(1, min(rows, len(answers))), reuse)
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in check_steps(decoder.step()):
@@ -522,6 +549,8 @@ class LLM:
             logprobs=asked["logprobs"],
             prompt_logprobs=asked["prompt_logprobs"],
             constraint=self._constraint(asked, eos),
+            draft=asked["draft"],
+            prediction=self._prediction(asked["prediction"]),
         )
         return request, reader
 
@@ -533,6 +562,14 @@ class LLM:
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         return self._grammars.constraint(structure, eos)
+
+    def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Token ids of a predicted text."""
+        if given is None or isinstance(given, str):
+            if given and self.tokenizer is None:
+                raise InputError("this target has no tokenizer: give the prediction as token ids")
+            return tuple(encode_part(self.tokenizer, given, "the prediction")) if given and self.tokenizer else ()
+        return self.ids(given, raw=True) if len(given) else ()
 
     def _new_tokens(self, asked: Mapping[str, Any], prompt_length: int) -> int:
         most: int | None = asked["max_new_tokens"]
@@ -548,16 +585,16 @@ class LLM:
     def _default_rows(self) -> int:
         return 1 if self.target.device.type == "cpu" else 8
 
-    def _take_decoder(self, rows: int = 1) -> tuple[Decoder, Callable[[], None]]:
+    def _take_decoder(self, rows: int = 1, reuse: bool = False) -> tuple[Decoder, Callable[[], None]]:
         """A Decoder without requests, the one that served last where it suits; and a function that
         lets it serve again.
 
         Call it when all is well: after an error the rows of a Decoder may hold anything.
         """
-        made_of = self.target, self.drafter, self.policy, rows
+        made_of = self.target, self.drafter, self.policy, rows, reuse
         idle, self._idle = self._idle, None
         if idle is None or idle[0] != made_of:
-            idle = made_of, Decoder(self.target, adapted(self.drafter, self.policy), rows)
+            idle = made_of, Decoder(self.target, adapted(self.drafter, self.policy), rows, reuse)
         decoder = idle[1]
 
         def keep() -> None:
@@ -739,6 +776,8 @@ class _Answer:
             slow_processors=tuple(type(p).__name__ for p in self.request.processors),
             tokens=totals.emitted,
             decisions=dict(totals.decisions),
+            predicted_tokens=totals.predicted_tokens,
+            cached_tokens=totals.cached_tokens,
         )
         logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
         prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs

@@ -23,6 +23,7 @@ __all__ = [
     "GenerateKeywords",
     "Messages",
     "Prompt",
+    "as_draft",
     "as_logit_bias",
     "as_processors",
     "as_prompts",
@@ -62,6 +63,8 @@ class GenerateKeywords(TypedDict, total=False):
     prompt_logprobs: int | None
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
+    draft: str | int | bool
+    prediction: str | Sequence[int] | None
     ignore_eos: bool
     raw: bool
     response_format: Any  # OpenAI's mapping, or a model of pydantic
@@ -75,6 +78,7 @@ DEFAULTS: dict[str, Any] = {
     **{field.name: field.default for field in fields(Sampling)},
     "min_tokens": 0,
     "stop_token_ids": (),
+    "draft": "auto",
     "ignore_eos": False,
     "raw": False,
 }
@@ -95,8 +99,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "return_dict_in_generate": (None, False),
 }
 INSTEAD = {
-    "num_return_sequences": "call generate once for each answer, each time with another seed",
-    "n": "call generate once for each answer, each time with another seed",
+    "num_return_sequences": "write llm.generate(prompt, n=...)",
+    "n": "several answers to a prompt are what llm.generate(prompt, n=...) returns",
     "num_beams": "eyas decodes greedily or samples, without beams",
     "use_cache": "eyas always keeps keys and values",
     "return_dict_in_generate": "generate returns a Result with text, token_ids and stats",
@@ -224,6 +228,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     merged = DEFAULTS | dict(defaults or {}) | keywords
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
+    merged["draft"] = as_draft(merged["draft"])
     merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
     merged["min_tokens"] = whole_number("min_tokens", merged["min_tokens"], 0)
     merged["stop_token_ids"] = as_stop_token_ids(merged["stop_token_ids"])
@@ -272,6 +277,16 @@ def as_stop_token_ids(given: Any) -> tuple[int, ...]:
     if listed is None:
         raise OptionError(f"stop_token_ids is a list of token ids, got {given!r}")
     return listed
+
+
+def as_draft(given: Any) -> str | int:
+    """Drafts of one request: "auto", "off" or a number of draft tokens; True is "auto", False and 0 are "off"."""
+    value = plain_number(given)
+    if isinstance(value, bool) or value in ("auto", "off", 0):
+        return "auto" if value in (True, "auto") else "off"
+    if not _is_whole(value) or value < 1:
+        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {given!r}")
+    return int(value)
 
 
 def as_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:

@@ -89,6 +89,8 @@ class StepTotals:
     accepted_lengths: list[int] = field(default_factory=list)  # draft tokens that each cycle emitted
     emitted: int = 0  # tokens of cycles
     decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.plan`
+    predicted_tokens: int = 0  # accepted tokens of predictions
+    cached_tokens: int = 0  # prompt tokens that were not read anew
     prefill_seconds: float = 0.0
     started_at: float = math.nan  # the host's clock; NaN before the first Step
     ended_at: float = math.nan
@@ -97,6 +99,8 @@ class StepTotals:
     def add(self, step: Step) -> None:
         """Count one Step."""
         self.token_ids += step.tokens
+        self.predicted_tokens += step.predicted
+        self.cached_tokens += step.cached_tokens
         self.ended_at, self.finish = step.ended_at, step.finish
         if math.isnan(self.started_at):
             self.started_at = step.ended_at - step.seconds

@@ -59,6 +59,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
+def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
+    """Tokenize a part of a text, without special tokens; `name` stands in error messages."""
+    _check_unicode(text, name)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],

@@ -19,7 +19,8 @@ from processes import accept_interrupts, environment, finish, started, wait_unti
 
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
-    "target", "draft", "tree", "policy", "decisions", "dtype", "device", "runs_by", "weights", "activations", "versions",
+    "target", "draft", "tree", "policy", "decisions", "predicted_tokens", "dtype", "device", "runs_by", "weights", "activations",
+    "versions",
 }  # fmt: skip
 TREE = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 Run = Callable[..., Any]
@@ -55,6 +56,21 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     assert tuple(told["token_ids"]) == made.token_ids
     assert told["text"] == made.text
     assert tuple(told["accepted_lengths"]) == made.stats.accepted_lengths
+
+
+def test_several_answers_and_drafts_as_asked(answer: Run, run: Run, world: Path) -> None:
+    """Bug: --n, --drafting or --prediction have no effect, or change an answer."""
+    several = answer("hello", "--draft", "head", "--n", 2, "--temperature", 0.9, "--seed", 5)["results"]
+    assert [one["token_ids"] for one in several] == [
+        answer("hello", "--draft", "head", "--temperature", 0.9, "--seed", seed)["token_ids"] for seed in (5, 6)
+    ]
+    off = answer("hello", "--draft", "head", "--drafting", "off")
+    assert off["cycles"] == 23
+    (world / "prediction.txt").write_text(off["text"])
+    predicted = answer("hello", "--draft", "head", "--prediction", world / "prediction.txt")
+    assert predicted["token_ids"] == off["token_ids"]
+    missing = run("generate", "--target", "llama", "hello", "--prediction", "nowhere")
+    assert (missing.exit_code, "--prediction nowhere cannot be read: No such file" in missing.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)])

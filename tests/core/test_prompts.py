@@ -20,6 +20,7 @@ from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import OptionError
 from eyas.metrics import StepTotals
+from eyas.timing import StageTimer
 from reference import plain_decode
 from test_lossless import DRAWN, SAMPLINGS
 
@@ -234,9 +235,48 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
     assert totals.seconds == pytest.approx(own[-1].ended_at - own[0].ended_at + own[0].seconds)
 
 
+class Clock(StageTimer):
+    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may change."""
+
+    now_ = token = cycle = 0.0
+    widths: list[int]
+
+    def __init__(self) -> None:
+        self.began, self.parts = Clock.now_, {}
+
+    def __enter__(self) -> None:
+        Clock.widths.clear()
+
+    def __exit__(self, *raised: object) -> None:
+        seconds = Clock.token * sum(Clock.widths) if self._stage == "prompt" else Clock.cycle / 4  # of four stages
+        Clock.now_ += seconds
+        self.parts[self._stage] = self.parts.get(self._stage, 0.0) + seconds
+
+    def now(self) -> float:
+        return Clock.now_
+
+
+def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
+    """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or although no row runs."""
+    Clock.widths = []
+    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, 8), (9.0, 512)):
+        Clock.token, Clock.cycle = 0.001, cycle
+        decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
+        decoder.add(Request(tuple(range(100)), 100))
+        assert len(decoder.step()) == 2, "read at once: no row runs"
+        for _ in range(20):
+            decoder.step()
+        decoder.add(Request(tuple(range(100)) * 4, 1))
+        done = [step for step in decoder.step() if step.prefill]
+        read = 400 if done else next(iter(decoder.prompts.reading.values())).read
+        assert read == pytest.approx(min(expected, 400), abs=1)
+    hook.remove()
+
+
 def test_a_budget_of_nothing_is_refused(target: Target) -> None:
     """Bug: a decoder that never reads anything."""
-    with pytest.raises(OptionError, match="prefill_budget must be 1 or more tokens, or None for whole prompts, got 0"):
+    with pytest.raises(OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"):
         Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
 
 

@@ -171,6 +171,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "tree": llm.drafter.describe(),
         "policy": "fixed" if llm.policy is None else "auto",
         "decisions": dict(stats.decisions),
+        "predicted_tokens": stats.predicted_tokens,
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,

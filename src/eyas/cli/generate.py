@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import PositiveInt
@@ -66,8 +67,14 @@ class InputOptions:
     as_json: AS_JSON = False
     ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
+    n: Annotated[PositiveInt, "Sampling", "N"] = 1
+    """Answers to the prompt, with the seeds --seed, --seed + 1, ...; the prompt is read once."""
+    prediction: Annotated[str | None, "Method", "FILE"] = None
+    """A file with text that the answer probably repeats; it is drafted, and changes the speed only."""
+    drafting: Annotated[str | None, "Method", "auto|off|N"] = None
+    """off: decode plainly; N: verify at most N draft tokens per cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Prompts of --input that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
+    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
 
 
 def command(
@@ -90,9 +97,12 @@ def command(
     """
     _check(prompt, inputs)
     given = {"ignore_eos": inputs.ignore_eos, "system": inputs.system, "raw": inputs.raw}
-    keywords = {**sampling_of(sampling), **structure_of(structure), **given}
+    keywords = {**sampling_of(sampling), **structure_of(structure), **given, **_drafts(inputs)}
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
+        if inputs.n > 1:
+            _answer_several(load(model, draft, options), text, keywords, inputs)
+            return 0
         view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
         _answer_one(load(model, draft, options), text, keywords, inputs.as_json, model, draft, view)
         return 0
@@ -117,13 +127,30 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError("--view shows one answer: give the prompt itself, without --input")
     if inputs.output and not inputs.input:
         raise UsageError("--output goes with --input; for one prompt use --json")
-    if inputs.batch_size and not inputs.input:
-        raise UsageError("--batch-size goes with --input")
+    if inputs.batch_size and not inputs.input and inputs.n == 1:
+        raise UsageError("--batch-size goes with --input or --n")
+    if inputs.n > 1 and (inputs.input or inputs.view):
+        raise UsageError("--n gives several answers to one prompt: leave --input and --view out")
     if inputs.system and (inputs.raw or inputs.prompt_ids):
         bypass = "--raw" if inputs.raw else "--prompt-ids"
         raise UsageError(f"--system needs the chat template, which {bypass} bypasses")
     if inputs.output and inputs.output == inputs.input:
         raise UsageError("--output would write into the file that --input reads: give it another name")
+
+
+def _drafts(inputs: InputOptions) -> dict[str, Any]:
+    """The keywords `draft` and `prediction`, if they were given."""
+    from eyas.arguments import as_draft
+
+    keywords: dict[str, Any] = {}
+    if inputs.drafting is not None:
+        keywords["draft"] = as_draft(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
+    if inputs.prediction is not None:
+        try:
+            keywords["prediction"] = Path(inputs.prediction).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prediction {inputs.prediction} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return keywords
 
 
 def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
@@ -166,6 +193,17 @@ def _answer_one(
         raise Interrupted(f"{len(result.token_ids)} tokens are above")
     if not as_json:
         note(summary(llm, result))
+
+
+def _answer_several(llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any], inputs: InputOptions) -> None:
+    """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
+    results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
+    if inputs.as_json:
+        print(json.dumps({"results": [record(llm, result) for result in results]}, ensure_ascii=False))
+        return
+    for number, result in enumerate(results, start=1):
+        note(f"{number}: {summary(llm, result)}")
+        print(result.text if llm.tokenizer else ",".join(map(str, result.token_ids)), flush=True)
 
 
 class _FileRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -44,8 +44,9 @@ class ServeOptions:
     """Sequences that are decoded together."""
     queue: Annotated[NonNegativeInt, "Limits", "N"] = 256
     """Sequences that may wait; a request beyond them gets status 429."""
-    prefill_budget: Annotated[PositiveInt, "Limits", "TOKENS"] = 256
-    """Prompt tokens that are read between two cycles: a long prompt then does not hold up other answers."""
+    prefill_budget: Annotated[PositiveInt | Literal["auto"], "Limits", "TOKENS|auto"] = "auto"
+    """Prompt tokens that are read between two cycles, so that a long prompt does not hold up other
+    answers; auto: as many as take about as long as a cycle."""
     max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
     """Tokens of a prompt and its answer. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096

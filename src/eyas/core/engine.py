@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter
-from eyas.core.prompts import Prompt, PromptReader
+from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RowDrafts, check_draft
 from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end
@@ -40,14 +40,15 @@ class Decoder:
     Args:
         reuse: a prompt is read from the end of the longest prefix that it shares with the text of any row. Finished rows keep
             their keys and values for that.
-        prefill_budget: most prompt tokens that a step reads; rows that are still reading take no part in cycles. None: whole prompts.
+        prefill_budget: most prompt tokens that a step reads; rows that are still reading take no part in cycles. "auto": as many as
+            take about as long as a cycle (`core.prompts`). None: whole prompts.
         verify: the verification rule. Any other than `core.verify.verify` is an experiment: the text is then not the target's.
         watch: called after every cycle with its input, draft, scores and verdict; its time is not part of `Step.seconds`.
         timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each stage.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, prefill_budget: int | None = None,
+        self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, prefill_budget: Budget = None,
         verify: Verify = verify, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.watch, self.timer = target, watch, timer or StageTimer
@@ -94,6 +95,7 @@ class Decoder:
         cycle = self.cycle(roots, timer)
         steps = self.drafter.count_predicted(self._emit(cycle, range(len(self.rows)), timer))
         self.drafter.observe(steps)
+        self.prompts.observe(steps[0].seconds)
         if self.watch is not None:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
         return prefills + steps

@@ -7,6 +7,10 @@ With a budget, a step of the decoder reads at most so many prompt tokens before 
     row 1    [ 256 ]   [ 256 ]   [64] cycle ...            a prompt of 576 tokens, a budget of 256
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
+**Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many tokens that reading them takes about
+`PAUSE` times as long as a cycle takes at present: then the time between two tokens of a running row grows by that factor at most, whether
+the cycles are those of one row or of sixteen. While no row runs, chunks are large.
+
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the oldest one is. So a short prompt
 does not wait for a long one, and a long one gets at least 1 / `OLDEST_EVERY` of the budget however many shorter ones come.
 Without a budget prompts are read whole, in order of arrival. Rows are always given away in order of arrival.
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -34,9 +39,14 @@ from eyas.core.target import TargetSession
 from eyas.errors import EyasError, OptionError
 from eyas.timing import StageTimer
 
-__all__ = ["OLDEST_EVERY", "Prompt", "PromptReader"]
+__all__ = ["OLDEST_EVERY", "Budget", "Prompt", "PromptReader"]
+
+Budget = int | Literal["auto"] | None  # prompt tokens that a step reads, at most; None: whole prompts
 
 OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
+PAUSE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
+LEAST, LARGEST = 8, 512  # tokens of such a budget
+RECENT = 0.3  # weight of the newest measurement in a moving average
 WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
 
 
@@ -69,15 +79,15 @@ class PromptReader:
     Args:
         extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
         reuse: start behind prefixes that rows hold, and keep the text of rows whose requests have ended.
-        budget: most prompt tokens to read per step; None: whole prompts.
+        budget: see "Budgets" above.
     """
 
     def __init__(
         self, target: TargetSession, drafter: DraftSession, extra_slots: int, timer: Callable[[], StageTimer], reuse: bool,
-        budget: int | None,
+        budget: Budget,
     ) -> None:  # fmt: skip
-        if budget is not None and budget < 1:
-            raise OptionError(f"prefill_budget must be 1 or more tokens, or None for whole prompts, got {budget}")
+        if budget not in ("auto", None) and (not isinstance(budget, int) or budget < 1):
+            raise OptionError(f"prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got {budget!r}")
         self.target, self.drafter, self.extra_slots, self.timer = target, drafter, extra_slots, timer
         self.reuse, self.budget = reuse, budget
         self.waiting: deque[Prompt] = deque()
@@ -86,6 +96,7 @@ class PromptReader:
         self.texts: list[Sequence[int]] = [()] * target.rows  # the text whose keys and values a row holds, as far as the target's length
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
+        self._cycle_seconds = self._token_seconds = 0.0  # moving averages: of a cycle, of reading a token; 0: not known yet
 
     def __bool__(self) -> bool:
         """Whether any prompt waits or is being read."""
@@ -120,6 +131,21 @@ class PromptReader:
             self.drafter.end(row)
             self.target.keep(row, 0)
 
+    def observe(self, seconds: float) -> None:
+        """A cycle has taken so long."""
+        self._cycle_seconds = _average(self._cycle_seconds, seconds)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """The budget of the coming step; None: whole prompts."""
+        if self.budget != "auto":
+            return self.budget
+        if self.target.rows == len(self.empty) + len(self.reading):
+            return LARGEST
+        if not self._token_seconds:
+            return LEAST
+        return max(LEAST, min(LARGEST, int(PAUSE * self._cycle_seconds / self._token_seconds)))
+
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
 
@@ -127,7 +153,7 @@ class PromptReader:
         with the error. The caller may release its row before it asks for the next one.
         """
         self._steps += 1
-        left = self.budget
+        left = self.tokens_per_step
         while (left is None or left > 0) and (prompt := self._next()) is not None:
             if prompt.row < 0:
                 try:
@@ -156,8 +182,11 @@ class PromptReader:
         def on_chunk(tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
             self.drafter.prefill(row, tokens_T, features_TF, position)
 
+        before = prompt.timer.parts.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):
             logits_V = self.target.prefill(row, tokens, on_chunk, prompt.scores.read if prompt.scores else None)
+        if count >= LEAST:  # fewer take long for their number
+            self._token_seconds = _average(self._token_seconds, (prompt.timer.parts["prompt"] - before) / count)
         prompt.read += count
         return logits_V
 
@@ -203,3 +232,8 @@ class PromptReader:
         if not self.reuse:
             return 0
         return min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1)
+
+
+def _average(average: float, newest: float) -> float:
+    """A moving average; 0: there is none yet."""
+    return average + RECENT * (newest - average) if average else newest

@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 
 from eyas.core.engine import Decoder
+from eyas.core.prompts import Budget
 from eyas.serve.methods import Methods
 
 __all__ = ["DecoderPool"]
@@ -29,7 +30,7 @@ class DecoderPool:
         prefill_budget: prompt tokens that one step of a Decoder reads at most.
     """
 
-    def __init__(self, methods: Methods, rows: int, prefill_budget: int) -> None:
+    def __init__(self, methods: Methods, rows: int, prefill_budget: Budget) -> None:
         self.methods = methods
         self.rows = rows
         self.prefill_budget = prefill_budget

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eyas.core.prompts import Budget
 
 __all__ = ["Settings"]
 
@@ -17,7 +21,7 @@ class Settings:
         queue: sequences that may wait for a row; a request beyond it gets status 429.
         max_model_len: tokens of a prompt and its answer together.
         max_tokens: tokens of one answer, and the default of chats.
-        prefill_budget: prompt tokens that are read between two cycles.
+        prefill_budget: prompt tokens that are read between two cycles; "auto": as many as take about as long as a cycle.
         max_sequences: prompts x samples of one request.
         timeout: seconds after which a request is given up.
         keep_alive: seconds of silence after which a stream sends a comment.
@@ -29,7 +33,7 @@ class Settings:
     queue: int = 256
     max_model_len: int = 4096
     max_tokens: int = 4096
-    prefill_budget: int = 256
+    prefill_budget: Budget = "auto"
     max_sequences: int = 128
     timeout: float = 600.0
     keep_alive: float = 10.0

@@ -1,0 +1,97 @@
+"""What a long prompt costs the rows that run, and what a predicted text saves: `python runs/prompts.py [--rounds 5] [--busy]`.
+
+stall        three rows decode while a prompt of --tokens tokens arrives: time between two cycles of theirs, and until the prompt's first
+             token, by prefill budget. Budgets take turns, round by round; printed are the medians of the rounds
+--busy       on a machine that others use too: one thread, and the seconds that it computed instead of those of the clock
+prediction   answers of the model, given as predictions with some of their words changed: tokens per second, with and without
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+import eyas
+from eyas.core.dormant import adapted
+from eyas.core.engine import Decoder, Request
+from eyas.core.prompts import Budget
+
+BUDGETS: tuple[Budget, ...] = (0, "auto", 16, 32, 64, 128, 256, None)  # 0: no prompt arrives; None: prompts are read whole
+CHANGES = (None, 0.0, 0.02, 0.05, 0.1, 0.3, 1.0)  # shares of words that are others in the prediction; None: no prediction
+CYCLES = 50  # at least; the prompt's last chunk is among them
+PROMPTS = (
+    "Write a Python function that adds two numbers.",
+    "Write a Java class for a bank account.",
+    "Write a C program that sorts numbers.",
+)
+
+
+def stall(llm: eyas.LLM, tokens: int, budget: Budget, draft: str | int, clock: Callable[[], float]) -> tuple[float, float, float, float]:
+    """Milliseconds between cycles of the running rows: median, 99th percentile, longest; and until the prompt's first token."""
+    dice = random.Random(7)
+    decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=4, prefill_budget=budget or None)
+    for _ in range(3):
+        decoder.add(Request(tuple(dice.randrange(300, 4000) for _ in range(40)), 2000, draft=draft))
+    ended, first = list[float](), 0.0
+    for _ in range(5):
+        decoder.step()
+    began = clock()
+    ticket = decoder.add(Request(tuple(dice.randrange(300, 4000) for _ in range(tokens)), 60, draft=draft)) if budget != 0 else 0
+    while len(ended) < CYCLES or (ticket and not first and len(ended) < 10 * CYCLES):
+        for step in decoder.step():
+            if step.request == ticket and step.prefill:
+                first = clock() - began
+            elif step.request == 1:
+                ended.append(clock())
+    gaps = sorted(later - earlier for earlier, later in pairwise([began, *ended]))
+    return tuple(1e3 * x for x in (statistics.median(gaps), gaps[-2], gaps[-1], first))  # type: ignore[return-value]
+
+
+def speed(llm: eyas.LLM, prompt: str, change: float | None, clock: Callable[[], float]) -> tuple[int, float, int]:
+    """Tokens of the answer, seconds, tokens that came from the prediction."""
+    answer, dice = llm.generate(prompt, max_new_tokens=256), random.Random(3)
+    words = ["blue" if dice.random() < (change or 0) else word for word in answer.text.split(" ")]
+    prediction = None if change is None else " ".join(words)
+    began = clock()
+    result = llm.generate(prompt, max_new_tokens=256, prediction=prediction)
+    seconds = clock() - began
+    if result.token_ids != answer.token_ids:
+        raise SystemExit("the prediction has changed the answer")
+    return result.stats.tokens, seconds, result.stats.predicted_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=3400)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draft", default="off", help="of the rows: off, auto, or a number of draft tokens")
+    parser.add_argument("--busy", action="store_true")
+    asked = parser.parse_args()
+    clock = time.process_time if asked.busy else time.perf_counter
+    if asked.busy:
+        torch.set_num_threads(1)
+    llm = eyas.load(tree="fixed")
+    draft = int(asked.draft) if asked.draft.isdecimal() else asked.draft
+    stall(llm, 600, None, draft, clock)  # warm-up
+    rounds = [[stall(llm, asked.tokens, budget, draft, clock) for budget in BUDGETS] for _ in range(asked.rounds)]
+    print(f"a prompt of {asked.tokens} tokens, draft {draft}\n")
+    print("| budget | ms between cycles: median | 99th percentile | longest | ms to the first token |\n|---|---|---|---|---|")
+    for budget, figures in zip(BUDGETS, zip(*rounds, strict=True), strict=True):
+        name = {0: "no prompt arrives", None: "whole"}.get(budget, budget)
+        print(f"| {name} | {' | '.join(f'{statistics.median(column):.1f}' for column in zip(*figures, strict=True))} |")
+    print("\n| words changed | tokens per second | of the prediction |\n|---|---|---|")
+    runs = [[[speed(llm, prompt, change, clock) for prompt in PROMPTS] for change in CHANGES] for _ in range(asked.rounds)]
+    for change, figures in zip(CHANGES, zip(*runs, strict=True), strict=True):
+        rate = statistics.median(sum(n for n, _, _ in one) / sum(seconds for _, seconds, _ in one) for one in figures)
+        share = sum(predicted for *_, predicted in figures[0]) / sum(n for n, *_ in figures[0])
+        print(f"| {'no prediction' if change is None else f'{change:.0%}'} | {rate:.0f} | {share:.0%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ window of tokens.
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokenize a chat by the tokenizer's own chat template.
 
@@ -79,7 +82,11 @@ def render(
             content parts, whose texts are joined by line breaks, as vLLM does. Further keys are
             handed to the template as they are.
         add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
+        continue_final_message: end within the last message, whose text the model continues; no new
+            turn is opened then.
         tools: functions that the model may call, in OpenAI's form.
+        variables: of the template, such as enable_thinking; none that the tokenizer's own function
+            has as a parameter, for one of them is the template itself.
 
     Raises:
         InputError: a message is malformed, the tokenizer has no chat template, or the template
@@ -89,13 +96,18 @@ def render(
     chat = _checked_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if reserved := sorted(own.keys() & dict(variables or {}).keys()):
+        raise InputError(f"{reserved[0]} is no variable of a chat template")
     try:
         out: Any = tokenizer.apply_chat_template(
             chat,
             tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
             tokenize=True,
             return_dict=True,
+            **(variables or {}),
         )
     except Exception as error:  # a template is a program that comes with the model; it may raise anything
         raise InputError(f"the chat template refuses these messages: {_reason(error)}") from error

@@ -97,6 +97,18 @@ def test_without_a_seed_answers_differ(server: Running) -> None:
     assert len({one.choices[0].text for one in made}) == 3
 
 
+def test_a_message_that_the_model_continues(server: Running, llm: eyas.LLM) -> None:
+    """vLLM's fields of the chat template: the answer begins within the last message, or a variable of the template is set."""
+    begun = [*messages(PROMPTS[0]), {"role": "assistant", "content": "What time"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"some_variable": 1}}
+    made = server.client().chat.completions.create(messages=begun, extra_body=fields, **GREEDY)
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=True, return_dict=True)["input_ids"]
+    assert made.choices[0].message.content == llm.generate(ids, max_new_tokens=24).text
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(ids)
+
+
 def test_stop(server: Running, llm: eyas.LLM) -> None:
     """The text ends before the stop string, in a stream too, and the stop string is named."""
     own = llm.generate(PROMPTS[0], max_new_tokens=24).text
@@ -144,7 +156,7 @@ def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"speculation": "no_such_method"}}, openai.BadRequestError, None),
         ({"extra_body": {"best_of": 4}}, openai.BadRequestError, None),
-        ({"extra_body": {"continue_final_message": True}}, openai.BadRequestError, "continue_final_message"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, None),
         ({"store": True}, openai.BadRequestError, None),
         ({"modalities": ["text", "audio"]}, openai.BadRequestError, None),
     ],
@@ -157,7 +169,7 @@ def test_errors(server: Running, change: dict[str, object], error: type[openai.A
     assert isinstance(body, dict)
     assert body.keys() == {"message", "type", "param", "code"}
     assert body["param"] == param
-    refused = {"store", "modalities"} & change.keys() or change.get("extra_body", {}).keys() - {"speculation"}
+    refused = {"store", "modalities"} & change.keys() or change.get("extra_body", {}).keys() - {"speculation", "chat_template_kwargs"}
     assert all(name in body["message"] for name in refused)
 
 

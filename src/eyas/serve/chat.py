@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     check_count(service.settings, 1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     check_readable(service.llm, tools)
-    ids = await service.in_worker(_prompt, service, body.messages, tools)
+    ids = await service.in_worker(_prompt, service, body, tools)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
@@ -47,10 +47,10 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     return await reply(service, request, body, dialect)
 
 
-def _prompt(service: Service, messages: Sequence[Mapping[str, Any]], tools: Tools) -> tuple[int, ...]:
+def _prompt(service: Service, body: ChatBody, tools: Tools) -> tuple[int, ...]:
     """The conversation as token ids, with the tools that the model may call."""
-    prepared, variables = readable(service.tokenizer, messages, tools)
-    return service.render(prepared, **variables)
+    prepared, listed = readable(service.tokenizer, body.messages, tools)
+    return service.render(prepared, **body.template(), **listed)
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:

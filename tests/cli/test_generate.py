@@ -354,6 +354,9 @@ def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
     assert len(tokens) == 24
     assert "".join(token["text"] for token in tokens) == data["text"] == result.stdout.removesuffix("\n")
     assert [cycle["prefill"] for cycle in data["cycles"]] == [True] + [False] * (len(data["cycles"]) - 1)
+    for cycle in data["cycles"][1:]:
+        assert len(cycle["nodes"]) == TREE[1]
+        assert all(cycle["nodes"][token["node"]]["token"] == token["token"] for token in cycle["tokens"] if token["node"] is not None)
     assert data["cycles"][-1]["tau_so_far"] == pytest.approx(data["tau"])
     assert str(file) in result.stderr
 

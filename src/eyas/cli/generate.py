@@ -186,9 +186,9 @@ def _answer_one(
     except KeyboardInterrupt:
         stopped = True
     result = stream.result()
+    print(json.dumps(record(llm, result), ensure_ascii=False) if as_json else "")
     if view is not None:
         view.write(llm, result)
-    print(json.dumps(record(llm, result), ensure_ascii=False) if as_json else "")
     if stopped:
         raise Interrupted(f"{len(result.token_ids)} tokens are above")
     if not as_json:

@@ -36,9 +36,12 @@ def _closed_clients(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").close_clients()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A running Chromium, the system's own. Skips where there is none: nothing is downloaded."""
+    """A running Chromium, the system's own. Skips where there is none: nothing is downloaded.
+
+    While playwright's driver runs, this thread has a running event loop, and `asyncio.run` fails in it: so not for the session.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright, which is not installed")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:

@@ -25,7 +25,8 @@ def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Runni
     own = llm.generate(PROMPTS[0], max_new_tokens=24)
     assert page.locator(".answer").text_content() == own.text
     assert "".join(page.locator(".answer .token").all_text_contents()) == own.text
-    assert f"{len(own.token_ids)} tokens \u00b7 {own.stats.cycles} cycles \u00b7 tau {own.stats.tau:.2f}" in page.locator(".figures").inner_text()
+    figures = f"{len(own.token_ids)} tokens \u00b7 {own.stats.cycles} cycles \u00b7 tau {own.stats.tau:.2f}"
+    assert figures in page.locator(".figures").inner_text()
     page.locator(".answer .token.drafted").first.click()
     panel = page.get_by_label("The selected cycle")
     first = page.locator(".answer .selected").all_text_contents()

@@ -121,6 +121,8 @@ def test_other_structures_of_the_embedded_model() -> None:
     assert llm.generate(prompt, choice=["only this"], ignore_eos=True).text == "only this"
     several = llm.generate([prompt, "Tell me a story."], choice=["left", "right"], batch_size=2)
     assert {result.text for result in several} <= {"left", "right"}
+    samples = llm.generate(prompt, n=3, temperature=1.0, regex="[a-z]{4}")
+    assert all(regex.fullmatch("[a-z]{4}", result.text) for result in samples)
 
 
 def test_a_chat_keeps_its_structure() -> None:

@@ -274,6 +274,23 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     hook.remove()
 
 
+def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
+    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on the same machine wait for it."""
+    Clock.widths = []
+    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    Clock.token, Clock.cycle = 0.001, 0.01
+    decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
+    decoder.prompts.beside_seconds = 0.03
+    decoder.add(Request(tuple(range(100)) * 4, 1))
+    assert decoder.step() == []
+    assert decoder.prompts.reading[0].read == 8, "the seconds of a token are not known yet"
+    assert decoder.step() == []
+    assert decoder.prompts.reading[0].read == pytest.approx(8 + 45, abs=1)
+    decoder.prompts.beside_seconds = 0.0
+    assert len(decoder.step()) == 1
+    hook.remove()
+
+
 def test_a_budget_of_nothing_is_refused(target: Target) -> None:
     """Bug: a decoder that never reads anything."""
     with pytest.raises(OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"):

@@ -96,6 +96,7 @@ class PromptReader:
         self.texts: list[Sequence[int]] = [()] * target.rows  # the text whose keys and values a row holds, as far as the target's length
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
+        self.beside_seconds = 0.0  # of the cycles that other decoders run between two steps of this one, on the same machine
         self._cycle_seconds = self._token_seconds = 0.0  # moving averages: of a cycle, of reading a token; 0: not known yet
 
     def __bool__(self) -> bool:
@@ -140,11 +141,13 @@ class PromptReader:
         """The budget of the coming step; None: whole prompts."""
         if self.budget != "auto":
             return self.budget
-        if self.target.rows == len(self.empty) + len(self.reading):
+        alone = self.target.rows == len(self.empty) + len(self.reading)  # no row of this decoder runs
+        seconds = self.beside_seconds + (0.0 if alone else self._cycle_seconds)
+        if alone and not seconds:
             return LARGEST
         if not self._token_seconds:
             return LEAST
-        return max(LEAST, min(LARGEST, int(PAUSE * self._cycle_seconds / self._token_seconds)))
+        return max(LEAST, min(LARGEST, int(PAUSE * seconds / self._token_seconds)))
 
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.

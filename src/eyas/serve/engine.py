@@ -72,6 +72,7 @@ class Engine:
         self._lock = threading.Lock()
         self._accepted = 0  # sequences that are waiting or in flight
         self._next_look = 0.0
+        self._cycle_seconds: dict[Decoder, float] = {}  # of each Decoder's last cycle, 0 while no row of it runs
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.watch(lambda: self.load)
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
@@ -175,12 +176,21 @@ class Engine:
             while self._read_inbox():
                 self._expire()
                 self._admit()
-                for decoder in self._pool.busy():
-                    self._deliver(decoder, decoder.step())
+                self._step(self._pool.busy())
         except BaseException as fault:
             self.error = fault
             error = ApiError(500, "the engine has failed, and the server ends", headers={"x-should-retry": "false"})
         self._end(self._sequences(), error)
+
+    def _step(self, decoders: list[Decoder]) -> None:
+        """One step of each Decoder. A prompt in one of them waits for the cycles of all, so its budget counts them all."""
+        seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
+        for decoder in decoders:
+            decoder.prompts.beside_seconds = sum(seconds.values()) - seconds[decoder]
+            steps = decoder.step()
+            seconds[decoder] = next((step.seconds for step in steps if not step.prefill), 0.0)
+            self._deliver(decoder, steps)
+        self._cycle_seconds = seconds
 
     def _sequences(self) -> list[Sequence]:
         return [*self._flying.values(), *self._waiting]

@@ -73,6 +73,23 @@ def test_several_answers_and_drafts_as_asked(answer: Run, run: Run, world: Path)
     assert (missing.exit_code, "--prediction nowhere cannot be read: No such file" in missing.stderr) == (2, True)
 
 
+def test_laws_and_log_probabilities(answer: Run, world: Path) -> None:
+    """Guards the way of each option to the engine, and the form of log-probabilities in JSON."""
+    import eyas
+
+    llm = eyas.load(world / "llama", method="vanilla")
+    flags = ("--presence-penalty", 1.5, "--frequency-penalty", 0.5, "--logit-bias", "7:9", "--logit-bias", "9:-100", "--min-tokens", 5)
+    told = answer("hello", "--method", "vanilla", *flags, "--stop-token-id", 7, "--logprobs", 2, "--prompt-logprobs", 0)
+    laws = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 9, 9: -100}, "min_tokens": 5, "stop_token_ids": [7]}
+    made = llm.generate("hello", max_new_tokens=24, logprobs=2, prompt_logprobs=0, **laws)
+    assert tuple(told["token_ids"]) == made.token_ids
+    assert told["finish_reason"] == made.finish_reason
+    assert made.logprobs is not None
+    assert told["logprobs"] == [{"token": e.token, "logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in made.logprobs]
+    assert [entry and entry["token"] for entry in told["prompt_logprobs"]] == [None, *llm.ids("hello")[1:]]
+    assert set(told) == KEYS | {"logprobs", "prompt_logprobs"}
+
+
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)])
 def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -> None:
     said = [answer("hello", "--method", "vanilla", *sampling)["token_ids"]]

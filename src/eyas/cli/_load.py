@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
+    from eyas.core.requests import TokenLogprobs
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
@@ -122,7 +123,11 @@ def sampling_of(options: SamplingOptions) -> dict[str, Any]:
     from eyas.core.sampling import Sampling
 
     keywords = asdict(options)
-    Sampling(**{name: value for name, value in keywords.items() if name not in ("max_new_tokens", "stop")})
+    if "logit_bias" in keywords:
+        keywords["logit_bias"] = tuple(map(_token_and_number, keywords["logit_bias"]))
+        keywords["stop_token_ids"] = keywords.pop("stop_token_id")
+    law = {field.name for field in fields(Sampling)}
+    Sampling(**{name: value for name, value in keywords.items() if name in law})
     return keywords
 
 
@@ -150,6 +155,14 @@ def _text_of(path: str) -> str:
         raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def _token_and_number(text: str) -> tuple[int, float]:
+    token, _, number = text.partition(":")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise OptionError(f"--logit-bias takes a token id and a number, as in 50256:-100; got {text!r}") from None
+
+
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
     from eyas import tiny
@@ -159,6 +172,8 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         "text": result.text,
         "finish_reason": result.finish_reason,
+        **_logprobs("logprobs", result.logprobs),
+        **_logprobs("prompt_logprobs", result.prompt_logprobs),
         "cycles": stats.cycles,
         "accepted_lengths": list(stats.accepted_lengths),
         "tau": stats.tau,
@@ -178,6 +193,11 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         **asdict(llm.target.run.form),
         "versions": versions(),
     }
+
+
+def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
+    """Log-probabilities as objects, if they were asked for."""
+    return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}
 
 
 def versions() -> dict[str, str]:

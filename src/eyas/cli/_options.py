@@ -157,7 +157,23 @@ class LengthOptions:
 
 
 @option_group
-class AnswerOptions(SamplingOptions, TemperatureOptions, LengthOptions):
+class LawOptions:
+    """What changes the distribution of an answer's tokens further."""
+
+    presence_penalty: Annotated[float, "Sampling"] = 0.0
+    """Subtracted from the score of each token that the answer holds; -2 to 2."""
+    frequency_penalty: Annotated[float, "Sampling"] = 0.0
+    """The same for each time that it occurs."""
+    logit_bias: Annotated[tuple[str, ...], "Sampling", "ID:NUMBER"] = ()
+    """Add to the score of a token; -100: nearly never. May be given several times."""
+    min_tokens: Annotated[int, "Sampling", "N"] = 0
+    """The answer does not end before so many tokens."""
+    stop_token_id: Annotated[tuple[int, ...], "Sampling", "ID"] = ()
+    """End with this token, too; may be given several times."""
+
+
+@option_group
+class AnswerOptions(LawOptions, SamplingOptions, TemperatureOptions, LengthOptions):
     """How an answer is sampled, and where it ends."""
 
 

@@ -45,6 +45,15 @@ NOTES = (
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
 )
 UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
+UNWRITTEN_KEYWORDS = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": [],
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
 
 
 @option_group
@@ -65,6 +74,10 @@ class InputOptions:
     """Write a page that shows every cycle of the answer: the tree, its probabilities, what was
     accepted. It needs nothing beside it."""
     as_json: AS_JSON = False
+    logprobs: Annotated[int | None, "Output", "N"] = None
+    """With --json or --output: the log-probability of each token, and those of the N most probable."""
+    prompt_logprobs: Annotated[int | None, "Output", "N"] = None
+    """The same for the prompt's tokens."""
     ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
     n: Annotated[PositiveInt, "Sampling", "N"] = 1
@@ -96,7 +109,7 @@ def command(
         The prompt; - reads it from stdin.
     """
     _check(prompt, inputs)
-    given = {"ignore_eos": inputs.ignore_eos, "system": inputs.system, "raw": inputs.raw}
+    given = {name: getattr(inputs, name) for name in ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")}
     keywords = {**sampling_of(sampling), **structure_of(structure), **given, **_drafts(inputs)}
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
@@ -131,6 +144,8 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError("--batch-size goes with --input or --n")
     if inputs.n > 1 and (inputs.input or inputs.view):
         raise UsageError("--n gives several answers to one prompt: leave --input and --view out")
+    if (inputs.logprobs is not None or inputs.prompt_logprobs is not None) and not (inputs.as_json or inputs.input):
+        raise UsageError("log-probabilities are in the JSON object: add --json")
     if inputs.system and (inputs.raw or inputs.prompt_ids):
         bypass = "--raw" if inputs.raw else "--prompt-ids"
         raise UsageError(f"--system needs the chat template, which {bypass} bypasses")
@@ -232,7 +247,7 @@ class _FileRun:
         """The tasks without a result. OptionError when the results are those of other prompts or settings."""
         first = self.results.first
         other = differences(first, self.settings, UNWRITTEN)
-        refuse(self.results.path, other + differences(first.get("settings"), self.keywords, {}))
+        refuse(self.results.path, other + differences(first.get("settings"), self.keywords, UNWRITTEN_KEYWORDS))
         tasks = []
         for item in items:
             if isinstance(item, InvalidLine):

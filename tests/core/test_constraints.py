@@ -127,9 +127,9 @@ def test_paths_through_a_constraint_are_accepted() -> None:
 
 
 def test_a_constraint_is_asked_once_per_cycle() -> None:
-    """Guards the cost: one walk for a whole tree."""
+    """Guards the cost of verification: one walk for a whole tree. Heads that know the constraint ask at every level."""
     trie = Trie()
-    _, steps = run(Decoder(target(), make("eagle2", target())), [Request((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)])
+    _, steps = run(Decoder(target(), make("suffix", target())), [Request((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)])
     assert trie.masks == len(steps)
 
 

@@ -51,17 +51,21 @@ class Constraint(Protocol):
 
 
 class GuardedConstraint:
-    """A constraint whose exceptions are InputErrors. One in `forced`, which only drafts, is raised by the next call of `mask`."""
+    """A constraint whose exceptions are InputErrors, and so are masks of another shape. What fails in `forced`, which only drafts, is
+    raised by the next call of `mask`."""
 
-    def __init__(self, constraint: Constraint) -> None:
-        self.constraint = constraint
+    def __init__(self, constraint: Constraint, vocab: int) -> None:
+        self.constraint, self.vocab = constraint, vocab
         self.error: EyasError | None = None
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         if self.error is not None:
             raise self.error
         with code_of_request("constraint"):
-            return self.constraint.mask(parents, tokens)
+            mask_NV = self.constraint.mask(parents, tokens)
+            if mask_NV.shape != (len(parents), self.vocab):
+                raise InputError(f"constraint gave a mask of shape {list(mask_NV.shape)}: it must be {[len(parents), self.vocab]}")
+            return mask_NV
 
     def accept(self, tokens: Sequence[int]) -> None:
         with code_of_request("constraint"):
@@ -94,8 +98,6 @@ def tree_mask(constraint: Constraint, draft: Draft, row: int, eos: Collection[in
         if parents[n] in number and candidates[n] and tokens[n] not in eos and depths[n] < remaining:
             number[n] = len(number)
     mask_MV = constraint.mask([-1, *(number[parents[n]] for n in list(number)[1:])], [tokens[n] for n in number])
-    if mask_MV.shape != (len(number), like_NV.shape[1]):
-        raise InputError(f"constraint gave a mask of shape {list(mask_MV.shape)}: it must be {[len(number), like_NV.shape[1]]}")
     mask_NV = torch.ones_like(like_NV, dtype=torch.bool)
     mask_NV[list(number)] = mask_MV.to(mask_NV.device)
     return mask_NV

@@ -43,8 +43,9 @@ class Row:
     @classmethod
     def of(cls, ticket: int, request: Request, target: Target) -> Row:
         """The row of a request whose prompt is read."""
-        text = _adjustments(request, target.vocab_size, target.device)
-        return cls(ticket, request, list(request.prompt), text, GuardedConstraint(request.constraint) if request.constraint else None)
+        vocab = target.vocab_size
+        guarded = None if request.constraint is None else GuardedConstraint(request.constraint, vocab)
+        return cls(ticket, request, list(request.prompt), _adjustments(request, vocab, target.device), guarded)
 
     @property
     def emitted(self) -> int:

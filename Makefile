@@ -11,6 +11,11 @@ BIN   := .venv/bin
 STAMP := .venv/.installed
 LINT  := src tests runs
 
+# Programs that others have written, for tests/clients and runs/serve_load.py; not needed by eyas, and apart from it.
+CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
+CLIENTS_BIN   := .venv-clients/bin
+CLIENTS_STAMP := .venv-clients/.installed
+
 # Offline, and with every cache inside this folder: nothing outside it is needed or touched.
 export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/.cache/huggingface
@@ -19,7 +24,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo serve bench bench-heads test test-fast check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast clients check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -51,6 +56,10 @@ test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop
 	@echo "==> pytest: tests/ without those marked slow, in $(JOBS) processes"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal -m "not slow" -q $(ARGS)
 
+clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: lm-eval, guidellm, LangChain (minutes; `make test` skips them)
+	@echo "==> pytest: tests/clients"
+	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients $(ARGS)
+
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
@@ -66,7 +75,7 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
+	rm -rf .venv .venv-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -78,3 +87,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[bench,serve,grammar,dev]'
 	@touch $@
 	@echo "==> .venv is ready"
+
+$(CLIENTS_STAMP): constraints-clients.txt
+	@test -x $(CLIENTS_BIN)/pip || $(PYTHON) -m venv .venv-clients
+	@echo "==> installing the clients of constraints-clients.txt into .venv-clients (once; torch is by far the largest part)"
+	@$(CLIENTS_BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints-clients.txt $(foreach one,$(CLIENTS),'$(one)') || \
+	  { echo "the clients cannot be installed here, so tests/clients cannot run; eyas does not need them" >&2; exit 1; }
+	@touch $@

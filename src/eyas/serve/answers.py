@@ -29,12 +29,15 @@ class Answer:
         self._open = count  # sequences that have not ended
         self._arrived: deque[Delta] = deque()
         self._news = asyncio.Event()
+        self._newest = 0.0  # when the newest Deltas came, in the event loop's time
+        self._timer: asyncio.TimerHandle | None = None
         self._cancel = cancel
         self._join = join
 
     def put(self, deltas: Iterable[Delta]) -> None:
         """Add Deltas; called in the event loop."""
         self._arrived.extend(deltas)
+        self._newest = asyncio.get_running_loop().time()
         self._news.set()
 
     async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
@@ -57,18 +60,26 @@ class Answer:
 
     def close(self) -> None:
         """Give up what has not ended."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._open:
             self._open = 0
             self._cancel(self)
 
     async def _wait(self, seconds: float | None) -> bool:
-        """Wait for Deltas; False when none came in time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        return True
+        """Wait for Deltas; False when none came for so many seconds."""
+        if seconds is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._look, seconds)
+        await self._news.wait()
+        return bool(self._arrived)
+
+    def _look(self, seconds: float) -> None:
+        """Wake the reader after so long a silence. One timer serves many Deltas: to set one for each would cost more than to send it."""
+        loop = asyncio.get_running_loop()
+        left = self._newest + seconds - loop.time()
+        self._timer = loop.call_later(left, self._look, seconds) if left > 0 else None
+        if self._timer is None:
+            self._news.set()
 
     def _take(self) -> list[Delta]:
         arrived = list(self._arrived)

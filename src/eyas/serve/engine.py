@@ -243,13 +243,15 @@ class Engine:
     def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
         """Hand the Steps of one cycle to the readers, as Deltas."""
         news: dict[Answer, list[Delta]] = defaultdict(list)
+        grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
             sequence = self._flying[decoder, step.request]
             delta = sequence.maker.make(step, drafted)
-            self.metrics.stepped(delta, sequence.times)
             news[sequence.answer].append(delta)
+            grown.append((delta, sequence.times))
             if delta.finish:
                 self._remove(sequence)
+        self.metrics.stepped(grown)
         self._tell(news)
 
     def _end(self, sequences: Iterable[Sequence], error: Exception | None) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from eyas.serve.records import Delta
+from eyas.serve.records import CycleFigures, Delta
 from eyas.serve.stats import RecentTokens
 
 __all__ = ["Metrics", "SequenceTimes"]
@@ -45,6 +46,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.recent = RecentTokens()
         self._label = {"model_name": model_name}
+        self._labelled: dict[tuple[object, ...], Counter] = {}
         self._sequence_seconds = 1.0  # running mean of a sequence's time in its row
 
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
@@ -105,30 +107,49 @@ class Metrics:
         self.prompt_tokens.inc(times.prompt_tokens)
         self.queried_tokens.inc(times.prompt_tokens)
 
-    def stepped(self, delta: Delta, times: SequenceTimes) -> None:
-        """A sequence has grown."""
-        now, count = time.monotonic(), len(delta.token_ids)
-        self.generated_tokens.inc(count)
-        self.cached_tokens.inc(delta.cached_tokens)
+    def stepped(self, news: Sequence[tuple[Delta, SequenceTimes]]) -> None:
+        """Sequences have grown in one cycle. Counters are raised once for all of them: each raise costs microseconds of every cycle."""
+        now = time.monotonic()
+        self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
+        if cached := sum(delta.cached_tokens for delta, _ in news):
+            self.cached_tokens.inc(cached)
+        self._count([cycle for delta, _ in news for cycle in delta.cycles])
+        for delta, times in news:
+            self._time(now, len(delta.token_ids), times)
+            self.recent.add(now, delta)
+            if delta.finish:
+                self.ended(times, delta.finish)
+
+    def _count(self, cycles: Sequence[CycleFigures]) -> None:
+        """What was drafted and accepted, each cycle of a sequence by itself."""
+        for decision, count in Tally(cycle.plan for cycle in cycles).items():
+            self._with_label(self.cycles, decision=decision).inc(count)
+        if cycles:
+            self.cycle_tokens.inc(sum(cycle.emitted for cycle in cycles))
+        if drafts := [cycle for cycle in cycles if cycle.drafted]:
+            self.drafts.inc(len(drafts))
+            self.draft_tokens.inc(sum(cycle.drafted for cycle in drafts))
+            self.accepted_tokens.inc(sum(cycle.accepted for cycle in drafts))
+        positions = Tally(min(position, DEEPEST - 1) for cycle in cycles for position in range(cycle.accepted))
+        for position, count in positions.items():
+            self._with_label(self.accepted_by_position, position=str(position)).inc(count)
+
+    def _time(self, now: float, tokens: int, times: SequenceTimes) -> None:
+        """The latency of what has just come."""
         if times.first is None:
             times.first = now
             self.first_token_seconds.observe(now - times.arrived)
             self.prefill_seconds.observe(now - (times.admitted or now))
-        elif times.last is not None and count:
-            self.inter_token_seconds.observe((now - times.last) / count)
+        elif times.last is not None and tokens:
+            self.inter_token_seconds.observe((now - times.last) / tokens)
         times.last = now
-        for cycle in delta.cycles:
-            self.cycles.labels(**self._label, decision=cycle.plan).inc()
-            self.cycle_tokens.inc(cycle.emitted)
-            if cycle.drafted:
-                self.drafts.inc()
-                self.draft_tokens.inc(cycle.drafted)
-                self.accepted_tokens.inc(cycle.accepted)
-            for position in range(cycle.accepted):
-                self.accepted_by_position.labels(**self._label, position=str(min(position, DEEPEST - 1))).inc()
-        self.recent.add(now, delta)
-        if delta.finish:
-            self.ended(times, delta.finish)
+
+    def _with_label(self, counter: Counter, **label: str) -> Counter:
+        """The counter of one label; looked up once, as prometheus-client's own look-up takes longer than the counting."""
+        key = (counter, *label.values())
+        if key not in self._labelled:
+            self._labelled[key] = counter.labels(**self._label, **label)
+        return self._labelled[key]
 
     def ended(self, times: SequenceTimes, reason: str) -> None:
         """A sequence has ended: "stop", "length", "abort" or "error"."""

@@ -236,6 +236,22 @@ MUTATIONS = (
         ),
         words=OTHER_IDS,
     ),
+    # the text of a node, and the node of a token
+    mutation(
+        "the root counts twice",
+        ("core.test_laws", "test_nodes_count_their_own_ancestors", ()),
+        rewrite("core.adjustments:Adjustments.at", "BELOW[..., 0] = 0", "BELOW[..., 0] = 1"),
+    ),
+    mutation(
+        "the length does not grow along a path",
+        ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
+        rewrite("core.adjustments:Adjustments.at", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"),
+    ),
+    mutation(
+        "log-probabilities of the token before",
+        ("core.test_logprobs", "test_on_long_paths", ()),
+        rewrite("core.logprobs:path_logprobs", "VERDICT.tokens_BP.roll(...)", "VERDICT.tokens_BP"),
+    ),
     # what rejection leaves of p and q
     mutation(
         "the bonus from p, not from what rejection left of it",

@@ -14,6 +14,7 @@ import openai
 import uvicorn
 
 import eyas
+from eyas import tiny
 from eyas.serve.app import make_app
 from eyas.serve.server import Server
 from eyas.serve.service import Service
@@ -27,10 +28,38 @@ PROMPTS = (
     "Tell me a story about a hat.",
 )
 
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['arguments']['day'] }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TOOL_RESPONSE = {
+    "start_anchor": "<|assistant|>\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|end|>", "content": "text"},
+    },
+}
+
 
 def small_llm(**options: Any) -> eyas.LLM:
     """The embedded model with a fixed tree: no policy, so that every run does the same work."""
     return eyas.load(**{"tree": TREE, **options})
+
+
+def tooled_llm() -> eyas.LLM:
+    """The same with a chat template that has a place for tools, and a response template that tells how calls are written."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template, tokenizer.response_template = TOOL_TEMPLATE, TOOL_RESPONSE
+    return small_llm(tokenizer=tokenizer)
 
 
 class Running:

@@ -13,10 +13,9 @@ import regex
 from pydantic import BaseModel
 
 import eyas
-from eyas import tiny
 from eyas.serve.reading import CallReader, ParsedReader
 from eyas.serve.records import Delta
-from serving import PROMPTS, Running, running, small_llm
+from serving import PROMPTS, TOOL_RESPONSE, Running, running, tooled_llm
 
 pytest.importorskip("llguidance", reason="structured output needs llguidance")
 
@@ -116,35 +115,13 @@ WEATHER: Any = {
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
-TEMPLATE = (
-    "{% if tools %}<|system|>\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>\n{% endif %}"
-    "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>\n{{ m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}{{ c['function']['arguments']['day'] }}{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-RESPONSE = {
-    "start_anchor": "<|assistant|>\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": "<|end|>", "content": "text"},
-    },
-}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"day": "today"}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def tooled(llm: eyas.LLM) -> Iterator[Running]:
     """A server whose chat template has a place for tools, and whose response template tells how calls are written."""
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
-    with running(small_llm(tokenizer=tokenizer), rows=2) as one:
+    with running(tooled_llm(), rows=2) as one:
         yield one
 
 
@@ -211,7 +188,7 @@ def test_broken_calls_are_content() -> None:
     """Guards what a weak model writes: a call that is none, and a forced call that the length cut off, are text."""
     from transformers.utils.chat_parsing import ResponseParser
 
-    reader = ParsedReader(ResponseParser(RESPONSE, prefix=""), None, parallel=True)
+    reader = ParsedReader(ResponseParser(TOOL_RESPONSE, prefix=""), None, parallel=True)
     parts = [
         *reader.read(Delta(0, "<tool_call>{no JSON}")),
         *reader.read(Delta(0, "</tool_call> and more")),

@@ -1,0 +1,328 @@
+"""Servers under load: tokens per second, time to the first token and between tokens, with drafts off, on and auto, beside other servers.
+
+    python runs/serve_load.py --output docs/results/serve_load.json                              the embedded model
+    python runs/serve_load.py --target MODEL --draft HEAD --output FILE.json                     another
+    python runs/serve_load.py --parts long --prompt-tokens 8192 --output FILE.json               a long prompt among short ones
+        --beside "transformers serve=.venv-clients/bin/transformers serve {model} --port {port} --device cpu --dtype float32"
+        --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
+
+All servers run all the time and are asked one after the other, another one first in every round, so that drift of the machine hits
+all alike. The clients are one process beside them (runs/_serve_client.py), on the same machine and its cores. Prompts are the bundled
+ones of one turn, rendered by the chat template and sent to /v1/completions; greedy, to the answer's end or --max-new-tokens. After
+--warm seconds, --seconds are measured; tokens are counted by the tokenizer from the text that came, shared out over its characters.
+
+closed   so many clients, each of which sends its next request when it has its answer; and `LLM.stream` without a server
+open     requests at random times (Poisson), at fractions of what drafts off reach with 16 clients
+long     4 clients as in `closed`, while prompts of --prompt-tokens come one after the other, and without them
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import Rows, bundled_prompts, machine, parser, run, write
+from rich.progress import track
+
+import eyas
+from eyas import tiny
+from eyas.errors import InputError
+
+CLIENT = Path(__file__).with_name("_serve_client.py")
+FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach
+CAPACITY_CLIENTS = 16
+LONG_CLIENTS = 4
+IN_PROCESS = "LLM.stream, no server"
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to be served.
+
+    Attributes:
+        command: of the server; {port} and {model} are filled in.
+        fields: of the requests, beside the prompt.
+    """
+
+    name: str
+    command: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def contestants(args: Any) -> list[Contestant]:
+    """eyas in its modes, and the servers beside it."""
+    ours = [sys.executable, "-m", "eyas", "serve", "--port", "{port}", "--name", "{model}", "--rows", str(args.rows)]
+    ours += ["--target", str(args.target)] if args.target else []
+    ours += ["--draft", args.draft] if args.draft else []
+    own = shlex.join(ours).replace("'", "") + " " + args.options
+    nodes, depth, branch = args.tree.split("/")
+    made = [
+        Contestant("eyas, drafts off", own, {"speculation": False}),
+        Contestant("eyas, drafts auto", own),
+        Contestant(f"eyas, drafts on ({args.tree})", f"{own} --tree.nodes {nodes} --tree.depth {depth} --tree.branch {branch}"),
+    ]
+    for text in args.beside:
+        name, sign, command = text.partition("=")
+        if not sign or "{port}" not in command:
+            raise InputError(f"--beside takes NAME=COMMAND with {{port}} in the command, not {text!r}")
+        made.append(Contestant(name, command))
+    return made
+
+
+@contextmanager
+def served(command: str, model: Path, log: Path) -> Iterator[str]:
+    """A server of this command, ready: its base URL. It has ended when the block has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parts = [part.format(port=port, model=model) for part in shlex.split(command)]
+    with log.open("w") as output, subprocess.Popen(parts, stdout=output, stderr=output) as process:
+        try:
+            wait_for(f"http://127.0.0.1:{port}", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+    """Wait until a server is ready; InputError when it ends before, or takes too long."""
+    for _ in range(round(seconds / 0.2)):
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise InputError(f"the server `{shlex.join(map(str, process.args))}` is not ready: see {log}")  # type: ignore[arg-type]
+
+
+class Meter:
+    """Sends orders to the clients' process and reads what came back.
+
+    Args:
+        prompts: rendered.
+    """
+
+    def __init__(self, llm: eyas.LLM, prompts: Sequence[str], model: Path, args: Any) -> None:
+        self.llm, self.prompts, self.model, self.args = llm, prompts, model, args
+
+    def measure(self, contestant: Contestant, url: str, **order: Any) -> Figures:
+        """Figures of one contestant under a load."""
+        common = {"model": str(self.model), "temperature": 0, "stream": True, "max_tokens": self.args.max_new_tokens, **contestant.fields}
+        bodies = [{"prompt": prompt, **common} for prompt in self.prompts]
+        long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
+        seconds = self.args.warm + self.args.seconds
+        whole = {"url": f"{url}/v1/completions", "bodies": bodies, "long": long, "seconds": seconds, **order}
+        done = subprocess.run([sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120)
+        if done.returncode:
+            raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")
+        found = json.loads(done.stdout)
+        return {**self.figures(found["exchanges"], seconds), "unsent": found["unsent"]}
+
+    def tokens(self, text: str) -> int:
+        """Tokens of a text."""
+        assert self.llm.tokenizer is not None
+        return len(self.llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def figures(self, exchanges: Sequence[Mapping[str, Any]], end: float) -> Figures:
+        """What happened from the end of the warm-up on."""
+        begin, tokens, done, texts = self.args.warm, 0.0, 0, {}
+        first, gaps, each, prompts = list[float](), list[float](), list[float](), list[float]()
+        for one in exchanges:
+            events = one["events"]
+            if one["kind"] == "long":
+                prompts += [events[0][0] - one["began"]] if events else []
+                continue
+            inside = sum(n for at, n in events if begin <= at <= end)
+            count = self.tokens(one["text"])
+            tokens += count * inside / max(1, len(one["text"]))
+            gaps += [b - a for (a, _), (b, _) in itertools.pairwise(events) if a >= begin]
+            if events and one["began"] >= begin:
+                first.append(events[0][0] - one["began"])
+            if one["whole"] and begin <= one["end"] <= end and events:
+                done += 1
+                texts[one["prompt"]] = one["text"]
+                each += [(events[-1][0] - events[0][0]) / (count - 1)] if count > 1 else []
+        failed = sum(one["whole"] and one["status"] != 200 for one in exchanges)
+        return {
+            "tokens_per_second": round(tokens / (end - begin), 2),
+            "requests_per_second": round(done / (end - begin), 3),
+            "failed": failed,
+            "first_token_ms": percentiles(first),
+            "between_chunks_ms": percentiles(gaps),
+            "per_token_ms": percentiles(each),
+            "long_first_token_ms": [round(1000 * x, 1) for x in prompts],
+            "texts": texts,
+        }
+
+    def in_process(self) -> Figures:
+        """The same prompts by `LLM.stream`, one after the other."""
+        events, exchanges, start, number = list[tuple[float, int]](), list[dict[str, Any]](), time.perf_counter(), 0
+        end = self.args.warm + self.args.seconds
+        while time.perf_counter() - start < end:
+            prompt, events, began = self.prompts[number % len(self.prompts)], [], time.perf_counter() - start
+            text = ""
+            for piece in self.llm.stream(prompt, raw=True, max_new_tokens=self.args.max_new_tokens):
+                if piece.text:
+                    text += piece.text
+                    events.append((time.perf_counter() - start, len(piece.text)))
+            about = {"kind": "bodies", "prompt": number % len(self.prompts), "began": began, "status": 200, "whole": True}
+            number += 1
+            exchanges.append({**about, "events": events, "text": text, "end": time.perf_counter() - start})
+        return {**self.figures(exchanges, end), "unsent": 0}
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Median, 90th and 99th percentile in milliseconds."""
+    if not seconds:
+        return None
+    return {f"p{q}": round(1000 * float(np.percentile(seconds, q)), 3) for q in (50, 90, 99)} | {"count": len(seconds)}
+
+
+def rendered(llm: eyas.LLM, text: str) -> str:
+    """A user's turn by the chat template, as text."""
+    if llm.tokenizer is None or not llm.tokenizer.chat_template:
+        raise InputError("this measurement needs a target with a tokenizer and its chat template")
+    return str(llm.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True))
+
+
+def rotated(items: Sequence[Any], by: int) -> list[Any]:
+    """The items, another one first."""
+    return [*items[by % len(items) :], *items[: by % len(items)]]
+
+
+def saved(llm: eyas.LLM, args: Any, folder: Path) -> Path:
+    """The target as a folder of transformers, for all servers; with a longer context for long prompts."""
+    if args.target and not args.prompt_tokens:
+        return Path(args.target)
+    model = folder / "model"
+    if not (model / "config.json").exists():
+        llm.target.model.config.max_position_embeddings = max(llm.target.context, args.prompt_tokens + 1024)
+        llm.target.model.save_pretrained(model)
+        llm.tokenizer.save_pretrained(model)
+    return model
+
+
+def main() -> None:
+    made = parser(
+        __doc__,
+        target=None,
+        draft=None,
+        rows=16,
+        rounds=3,
+        seconds=8.0,
+        warm=2.0,
+        max_new_tokens=64,
+        tree="4/3/1",
+        prompt_tokens=0,
+        options="",
+    )
+    made.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    made.add_argument("--beside", action="append", default=[], metavar="NAME=COMMAND")
+    made.add_argument("--parts", nargs="+", choices=("closed", "open", "long"), default=["closed", "open"])
+    args = made.parse_args()
+    before, folder = machine(), Path("out") / args.output.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    llm = eyas.load(args.target, draft=args.draft)
+    model = saved(llm, args, folder)
+    if args.prompt_tokens:
+        args.target, args.draft = model, args.draft or str(tiny.HEADS[tiny.BEST])
+    prompts = [rendered(llm, prompt.turns[0]) for prompt in bundled_prompts()]
+    entered = contestants(args)
+    settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}
+    rows = Rows(args.output.with_suffix(".raw.jsonl"), {k: str(v) for k, v in settings.items()})
+    meter = Meter(llm, prompts, model, args)
+    with ExitStack() as stack:
+        urls = dict[str, str]()
+        for number, one in enumerate(entered):
+            if one.command not in urls:
+                urls[one.command] = stack.enter_context(served(one.command, model, folder / f"server-{number}.log"))
+        measure_all(args, meter, entered, urls, rows)
+    write(args.output, {"settings": {k: str(v) for k, v in vars(args).items() if k != "output"}, **summary(rows)}, before)
+
+
+def measure_all(args: Any, meter: Meter, entered: Sequence[Contestant], urls: Mapping[str, str], rows: Rows) -> None:
+    """Every part that is asked for, round by round."""
+    for number in track(range(args.rounds), "rounds"):
+        order = rotated(entered, number)
+        if "closed" in args.parts:
+            if 1 in args.clients and ("closed", 1, IN_PROCESS, number) not in rows:
+                rows.add(("closed", 1, IN_PROCESS, number), meter.in_process())
+            for clients in args.clients:
+                for one in order:
+                    if (key := ("closed", clients, one.name, number)) not in rows:
+                        rows.add(key, meter.measure(one, urls[one.command], clients=clients))
+        if "open" in args.parts:
+            reached = rows.of("closed", CAPACITY_CLIENTS, entered[0].name)
+            if not reached:
+                raise InputError(f"the open loop needs the closed one with {CAPACITY_CLIENTS} clients")
+            rate = float(np.median([row["requests_per_second"] for row in reached[:1]]))
+            for fraction in FRACTIONS:
+                for one in order:
+                    if (key := ("open", fraction, one.name, number)) not in rows:
+                        rows.add(key, meter.measure(one, urls[one.command], rate=rate * fraction, seed=number) | {"rate": rate * fraction})
+        if "long" in args.parts:
+            vocab, chance = meter.llm.target.vocab_size, random.Random(number)
+            ours = [one for one in order if one.name.startswith("eyas")]
+            for kind, count in (("without", 0), ("with", 100)):
+                long = [[chance.randrange(8, vocab) for _ in range(args.prompt_tokens)] for _ in range(count)]
+                for one in ours:
+                    if (key := ("long", kind, one.name, number)) not in rows:
+                        rows.add(key, meter.measure(one, urls[one.command], clients=LONG_CLIENTS, long=long, pause=0.2))
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """By part, load and contestant: medians over the rounds, and the range of the tokens per second."""
+    table: dict[str, Any] = {}
+    for row in rows.of():
+        part, load, name, _ = row["key"]
+        table.setdefault(part, {}).setdefault(str(load), {}).setdefault(name, []).append(row)
+    plain: dict[int, str] = {}
+    for row in rows.of("closed"):
+        plain |= {prompt: text for prompt, text in row["texts"].items() if row["key"][2] == "eyas, drafts off"}
+    return {
+        part: {load: {name: pooled(found, plain) for name, found in by.items()} for load, by in loads.items()}
+        for part, loads in table.items()
+    }
+
+
+def pooled(found: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Figures:
+    """Rounds as one."""
+    speeds = [row["tokens_per_second"] for row in found]
+    equal = [text == plain[prompt] for row in found for prompt, text in row["texts"].items() if prompt in plain]
+    times = {}
+    for name in ("first_token_ms", "between_chunks_ms", "per_token_ms"):
+        each = [row[name] for row in found if row[name]]
+        times[name] = {q: round(float(np.median([one[q] for one in each])), 2) for q in ("p50", "p99")} if each else None
+    return {
+        "tokens_per_second": round(float(np.median(speeds)), 1),
+        "rounds": speeds,
+        "requests_per_second": round(float(np.median([row["requests_per_second"] for row in found])), 2),
+        **times,
+        "long_first_token_ms": [x for row in found for x in row["long_first_token_ms"]],
+        "failed": sum(row["failed"] + row["unsent"] for row in found),
+        "texts_equal_to_drafts_off": [sum(equal), len(equal)],
+    }
+
+
+if __name__ == "__main__":
+    run(main)

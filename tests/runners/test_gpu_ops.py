@@ -10,7 +10,7 @@ import torch
 
 import zoo
 from eyas import drafters, kernels
-from eyas.core.drafter import build_options
+from eyas.core.drafter import Drafter, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import Sampling
@@ -35,16 +35,16 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
-def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact") -> tuple[list[list[int]], Drawn, Decoder]:
-    """Texts; tokens and parents of every tree; the decoder."""
+def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact") -> tuple[list[list[int]], Drawn, Drafter]:
+    """Texts; tokens and parents of every tree; the drafter."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)
     target.draft_weights = draft_weights
     target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
-    tokens, steps = run(decoder := Decoder(drafter.target, drafter, 2), requests)
+    tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
     drafts = [(s.draft, s.row) for s in steps if s.draft is not None]
     trees = [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafts]
-    return [list(t) for t in tokens], trees, decoder
+    return [list(t) for t in tokens], trees, drafter
 
 
 @pytest.mark.slow
@@ -64,8 +64,7 @@ def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
 def test_drafts_in_fp8(name: str) -> None:
     """Guards rounded drafts: other guesses, the same text."""
     requests = [Request(prompt(n), 20, Sampling()) for n in (7, 30)]
-    (text, trees, _), (rounded_text, rounded_trees, decoder) = (decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8"))
+    (text, trees, _), (rounded_text, rounded_trees, drafter) = (decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8"))
     assert rounded_text == text
     assert rounded_trees != trees
-    net = decoder.drafter.drafter.decoding_net  # type: ignore[attr-defined]
-    assert any(isinstance(module, Fp8Linear) for module in net.modules())
+    assert any(isinstance(module, Fp8Linear) for module in drafter.decoding_net.modules())

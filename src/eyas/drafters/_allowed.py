@@ -45,15 +45,17 @@ class SoFar(NamedTuple):
         return SoFar(parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device))
 
 
-def only_allowed(logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar, draft_ids_v: Tensor | None) -> Tensor:
+def only_allowed(logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar | None, draft_ids_v: Tensor | None) -> Tensor:
     """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor without constraints.
 
     Args:
         logits_BQv: of the nodes `so_far.nodes_Q`.
+        so_far: None is enough without constraints.
         draft_ids_v: the target's ids of a draft vocabulary that is smaller than the target's.
     """
     if not cycle_input.constraints:
         return logits_BQv
+    assert so_far is not None
     masked_BQv, nodes = logits_BQv.clone(), so_far.nodes_Q.tolist()
     for b, constraint in enumerate(cycle_input.constraints):
         if constraint is None:

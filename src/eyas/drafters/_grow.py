@@ -175,7 +175,7 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     hidden_BQD, adjustments = growth.hidden_BD[:, None], growth.adjustments(cycle_input)
-    so_far = SoFar.root(cycle_input)
+    so_far = SoFar.root(cycle_input) if cycle_input.constraints else None
     children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
@@ -189,8 +189,10 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
         index_BK = children.index.flatten(1).gather(1, pick_BK)
         if adjustments is not None:
             adjustments = adjustments.take(parent_BK).then(index_BK)
-        hidden_BQD = growth.expand(growth.ids(index_BK), _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        so_far = so_far.then(parent_BK, growth.ids(index_BK))
+        tokens_BK = growth.ids(index_BK)
+        hidden_BQD = growth.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
+        if so_far is not None:
+            so_far = so_far.then(parent_BK, tokens_BK)
         children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
@@ -228,7 +230,7 @@ class _Children:
 
 def _best_children(
     growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
-    so_far: SoFar, level: int,
+    so_far: SoFar | None, level: int,
 ) -> _Children:  # fmt: skip
     """The `branch` most likely children of each node of a level."""
     logits_BQv = only_allowed(growth.head(hidden_BQD), cycle_input, so_far, growth.draft_ids_v)

@@ -49,6 +49,7 @@ def test_the_commands_are_the_files(run: Run) -> None:
         "datastore",
         "demo",
         "doctor",
+        "export",
         "features",
         "generate",
         "methods",

@@ -180,13 +180,16 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     """Write both files under temporary names in `folder`, then rename them: weights first, so that config.json completes a new head.
 
     Args:
-        file: the name of the safetensors file.
+        file: the name of the file of tensors: safetensors, or a pickle where it ends in .pt.
     """
     text = json.dumps(config, indent=2, allow_nan=False) + "\n"
     temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (file, _CONFIG)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_unshared(tensors), temporary[file], metadata={"format": "pt"})
+        if file.endswith(".pt"):
+            torch.save(_unshared(tensors), temporary[file])
+        else:
+            save_file(_unshared(tensors), temporary[file], metadata={"format": "pt"})
         temporary[_CONFIG].write_text(text, encoding="utf-8")
         temporary[file].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
         for path in temporary.values():

@@ -13,7 +13,7 @@ from eyas.errors import CheckpointError
 
 __all__ = [
     "Shape", "count", "flag", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
-    "read_rope", "text", "write_layer",
+    "read_rope", "refuse_qkv_bias", "text", "write_layer",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -134,6 +134,12 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": config["max_positions"],
         "tie_word_embeddings": False,
     }
+
+
+def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
+    """CheckpointError for a head with biases of q, k and v, for engines that have them only together with one of o."""
+    if config["qkv_bias"]:
+        raise CheckpointError(f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks")
 
 
 # --- single values -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -20,7 +20,10 @@ from eyas.checkpoints._files import find, read_config, read_tensors, write
 from eyas.checkpoints._llama import Shape, mapping
 from eyas.errors import CheckpointError, near
 
-__all__ = ["Format", "Weights", "differences", "expect", "load", "refuse_dtypes", "save"]
+__all__ = ["ExportTarget", "Format", "Published", "Weights", "differences", "expect", "formats", "load", "refuse_dtypes", "save"]
+
+Published = tuple[dict[str, Any], dict[str, Tensor]]
+"""A config.json and the tensors beside it."""
 
 _FLOAT = r"-?(\d+\.\d+|nan|inf)"
 _FINGERPRINT = re.compile(rf"[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
@@ -40,15 +43,33 @@ class Weights:
     """A folder, or a hub id with its commit; used in messages."""
 
 
+@dataclass(frozen=True)
+class ExportTarget:
+    """What a format may ask about the target model, when a head is exported. Filled by the command line."""
+
+    name: str = ""
+    """A folder or hub id by which other engines find the target; empty when nobody said."""
+    architectures: tuple[str, ...] = ()
+    """From the target's config.json."""
+    embedding: Callable[[], Tensor] | None = None
+    """Computes the target's table of token embeddings [V, D], in float32; None when the target was not named."""
+
+
 class Format(Protocol):
     """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
 
     At most one format recognises a folder, so their order does not matter. A format whose weights are
     not published as model.safetensors names its file in `FILE`.
+
+    A format of other engines has NAME, EXPORTS, `export` and `usage` too, and EXPORT_FILE where they want another file.
     """
 
     METHODS: tuple[str, ...]
-    """The methods whose heads are saved in this format; empty for a read-only format, which has no `write`."""
+    """The methods whose heads eyas saves in this format; empty for a format without `write`."""
+    NAME: str
+    """The format's name for `eyas export`; formats of several methods may share one."""
+    EXPORTS: tuple[str, ...]
+    """The methods whose heads are exported to this format."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         """Whether config.json and the tensor names belong to this format, even if `read` then refuses them."""
@@ -56,8 +77,14 @@ class Format(Protocol):
     def read(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         """Published config and tensors -> method, our config, our tensors. Unknown names or settings are errors."""
 
-    def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
         """Our config and tensors -> config.json and the tensors to publish."""
+
+    def export(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+        """As `write`, for the engines of this format; CheckpointError with the reason when they would compute something else."""
+
+    def usage(self, method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+        """Lines by which the engines run the head in this folder; our config is given."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
@@ -92,10 +119,10 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
     written or the disk is full.
     """
-    formats = {method: form for form in _formats() for method in form.METHODS}
-    if weights.method not in formats:
-        raise CheckpointError(f"no format here can hold a head of method {weights.method!r}; {near(weights.method, formats)}")
-    form = formats[weights.method]
+    writers = {method: form for form in formats() for method in form.METHODS}
+    if weights.method not in writers:
+        raise CheckpointError(f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}")
+    form = writers[weights.method]
     config, tensors = form.write(weights.method, weights.config, weights.tensors)
     write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
 
@@ -149,7 +176,7 @@ def _check_fingerprint(fingerprint: Any) -> None:
 # --- formats -----------------------------------------------------------------------------------------
 
 
-def _formats() -> Iterator[Format]:
+def formats() -> Iterator[Format]:
     """Every module of this package whose name does not begin with an underscore."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not module.name.startswith("_"):
@@ -157,7 +184,7 @@ def _formats() -> Iterator[Format]:
 
 
 def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Format:
-    for form in _formats():
+    for form in formats():
         if form.recognises(config, tensors.keys()):
             return form
     some = ", ".join(sorted(tensors)[:4]) + ", ..." * (len(tensors) > 4)

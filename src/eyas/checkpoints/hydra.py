@@ -2,7 +2,7 @@
 
     config.json     hydra_num_heads, hydra_num_layers (residual blocks of a head), hydra_head_arch, grounded_heads, hidden_state_offset (0
                     when absent), base_model_name_or_path
-    file            hydra_lm_head.pt; eyas writes a safetensors file with the same names
+    file            hydra_lm_head.pt, which an export writes; otherwise eyas writes a safetensors file with the same names
     tensors         hydra_mlp.{head}.{place}.linear.weight [D, (head + 2) D] and .bias, hydra_mlp.{head}.{place}.res_connection.weight and
                     .bias of a head's first block; only linear [D, D] of the others; hydra_lm_head.{head}.weight [V, D] and .bias
 
@@ -32,12 +32,14 @@ from typing import Any
 from torch import Tensor
 
 from eyas.checkpoints._llama import Shape, count, flag, layer_names, mapping, text
-from eyas.checkpoints._weights import differences, refuse_dtypes
+from eyas.checkpoints._weights import ExportTarget, Published, differences, refuse_dtypes
 from eyas.errors import CheckpointError, near
 
-__all__ = ["METHODS", "read", "recognises", "write"]
+__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
 
-METHODS = ("hydra",)
+METHODS = EXPORTS = ("hydra",)
+NAME = "hydra"
+EXPORT_FILE = "hydra_lm_head.pt"
 ARCHES = ("mlp", "prefix-mlp")
 
 _SHAPE = {
@@ -128,6 +130,16 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     if config["layer"]:
         record["layer"] = config["layer"]
     return {**published, **({"eyas": record} if record else {})}, {names[ours]: tensor for ours, tensor in tensors.items()}
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """As `write`; the target's name is added where it was not recorded."""
+    return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Lines by which the authors' code runs the head."""
+    return [f'HydraModel.from_pretrained("{folder}")']
 
 
 def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -29,12 +29,13 @@ from typing import Any
 from torch import Tensor
 
 from eyas.checkpoints._llama import Shape, count, text
-from eyas.checkpoints._weights import differences, refuse_dtypes
+from eyas.checkpoints._weights import ExportTarget, Published, differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
-__all__ = ["FILE", "METHODS", "read", "recognises", "shapes", "write"]
+__all__ = ["EXPORTS", "FILE", "METHODS", "NAME", "export", "read", "recognises", "shapes", "usage", "write"]
 
-METHODS = ("medusa",)
+METHODS = EXPORTS = ("medusa",)
+NAME = "medusa"
 FILE = "medusa_lm_head.safetensors"
 
 _HEAD = re.compile(r"(\d{1,6})\.\d+\.(linear\.)?(weight|bias)")
@@ -97,6 +98,16 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     if "eyas" in config:
         published["eyas"] = config["eyas"]
     return published, {name: tensors[ours] for name, ours in _names(config).items()}
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """As `write`; the target's name is added where it was not recorded."""
+    return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Lines by which other engines run the head."""
+    return [f'MedusaModel.from_pretrained("{folder}")  # the authors\' code', f"text-generation-launcher --model-id {folder}"]
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import (
@@ -31,22 +30,22 @@ from eyas.checkpoints._eagle3 import (
     architecture,
     assemble,
     choice,
-    complete,
     is_eagle3,
     layer_ids,
-    names_of,
-    shapes,
 )
+from eyas.checkpoints._eagle3_writing import dtype_of, publish_tensors
 from eyas.checkpoints._llama import flag, mapping, write_layer
-from eyas.checkpoints._weights import differences
+from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises", "write"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
 
-METHODS = ("eagle3",)
+METHODS = EXPORTS = ("eagle3",)
+NAME = "safeailab"
 
 EXTENDED = "EyasEagle3ForCausalLM"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")
+_NEEDS = (*_FLAGS, "feature_layers", "carries", "head")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -74,20 +73,27 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
-    ours = complete(config)
-    optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
-    faults = differences(tensors, shapes(ours), optional)
-    assert not faults, faults
-    names = names_of("midlayer", ours["num_features"])
-    published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
-    if "draft_ids" in tensors:
-        ids = tensors["draft_ids"].cpu()
-        assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
-        assert bool((ids.diff() > 0).all()), "draft_ids do not increase"
-        published["d2t"] = ids - torch.arange(len(ids))
-        published["t2d"] = torch.zeros(ours["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    return {**_write_config(ours), "torch_dtype": dtype}, published
+    ours, published = publish_tensors(config, tensors, "midlayer")
+    return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """As `write`, for the authors' code. CheckpointError for a head that needs more than the published form holds."""
+    published, named = write(method, config, tensors)
+    if published["architectures"] == [EXTENDED]:
+        needs = [key for key in _NEEDS if published["eyas"].get(key)] + [name for name in named if name.endswith("bias")]
+        raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
+    if config.get("window"):
+        raise CheckpointError(
+            f"the head was trained with a sliding window of {config['window']} tokens, and the authors' code has none: it would show the "
+            "head more than it knows"
+        )
+    return published, named
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Lines by which the authors' code runs the head."""
+    return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=True)']
 
 
 def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eyas: Mapping[str, Any], names: Collection[str]) -> None:

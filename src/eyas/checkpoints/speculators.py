@@ -1,9 +1,11 @@
-"""EAGLE-3 heads of the speculators library of the vLLM project. Read only.
+"""EAGLE-3 heads of the speculators library of the vLLM project: read and exported.
 
     config.json     speculators_model_type "eagle3"; the layer's LLaMA config under `transformer_layer_config`; beside it
                     draft_vocab_size, target_hidden_size, eagle_aux_hidden_state_layer_ids (index of hidden_states, as ours; null:
                     2, L//2, L-3), norm_before_residual, norm_before_fc, fc_norm, norm_output (the normed state is carried)
     tensors         fc, layers.0.*, norm, lm_head, d2t and t2d, mostly embed_tokens, and input_norm or fc_norm.i
+
+An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it by itself.
 
 Heads of other types (dflash, peagle, mtp ...) and layers that are no LLaMA's are refused by name. Our config and our tensor names: see
 `_eagle3`.
@@ -17,12 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import CARRIES, IDS, assemble, choice, layer_ids, refuse
+from eyas.checkpoints._eagle3_writing import publish
 from eyas.checkpoints._llama import flag, mapping
+from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
 
 METHODS = ()
+NAME, EXPORTS = "speculators", ("eagle3",)
+VERSION = "0.9.0"  # of the library, whose classes the exports fit
+TOKENS = 3  # to draft in a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -54,3 +61,40 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     }
     refuse(config)
     return "eagle3", *assemble(layer, tensors, settings, ("layers.0",), eyas)
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """Our config and tensors -> config.json and tensors of the library. CheckpointError for what its class does not compute."""
+    if not target.name:
+        raise CheckpointError("a head of this library names its target: give the target's folder or hub id with --target")
+    ours, layer, named = publish(config, tensors, "layers.0", "speculators")
+    if ours["target_hidden_size"] != ours["hidden_size"]:
+        raise CheckpointError(
+            f"the head's hidden size is {ours['hidden_size']} and the target's {ours['target_hidden_size']}: in this library they are equal"
+        )
+    dtype, record = layer.pop("torch_dtype"), layer.pop("eyas", None)
+    rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
+    method_of_proposal = {"proposal_type": "greedy", "speculative_tokens": TOKENS, "verifier_accept_k": 1}
+    published = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method_of_proposal],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        "transformer_layer_config": {**layer, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False},
+        "draft_vocab_size": ours["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": list(ours["feature_layers"]) if ours["feature_layers"] else None,
+        **{key: ours[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm")},
+        "norm_output": ours["carries"] == "normed",
+        "torch_dtype": dtype,
+    }
+    return ({**published, "eyas": record} if record else published), named
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Lines by which engines run the head."""
+    return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']

@@ -1,0 +1,71 @@
+"""EAGLE-3 heads on their way to a published format: the tensors under published names, and the keys that several formats share.
+
+This module does not know in which format a head will be published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.checkpoints._eagle3 import complete, names_of, shapes
+from eyas.checkpoints._llama import refuse_qkv_bias, write_layer
+from eyas.checkpoints._weights import differences
+from eyas.errors import CheckpointError
+
+__all__ = ["dtype_of", "publish", "publish_tensors", "window_keys"]
+
+
+def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our config with every key, and the tensors under their published names; `layer` is the published name of the decoder layer.
+
+    A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the same ids).
+    """
+    ours = complete(config)
+    optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
+    faults = differences(tensors, shapes(ours), optional)
+    assert not faults, faults
+    names = names_of(layer, ours["num_features"])
+    published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
+    if "draft_ids" in tensors:
+        ids = tensors["draft_ids"].cpu()
+        assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
+        assert bool((ids.diff() > 0).all()), "draft_ids do not increase"
+        published["d2t"] = ids - torch.arange(len(ids))
+        published["t2d"] = torch.zeros(ours["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    return ours, published
+
+
+def publish(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """What a head needs in every format for other engines. CheckpointError for biases, which none of them computes.
+
+    Args:
+        reader: the engine's name, for messages.
+
+    Returns:
+        our complete config; the keys of a LLaMA config.json; the tensors under their published names.
+    """
+    ours, published = publish_tensors(config, tensors, layer)
+    refuse_qkv_bias(ours, reader)
+    if ours["fc_bias"] and bool(published.pop("fc.bias").any()):
+        raise CheckpointError(f"the head has a bias of fc, and {reader} computes none in EAGLE-3 heads")
+    keys = {**write_layer(ours), **window_keys(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
+    if ours.get("eyas"):
+        keys["eyas"] = dict(ours["eyas"])
+    return ours, keys, published
+
+
+def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a sliding window in a LLaMA config; none without a window."""
+    window = config["window"]
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"]} if window else {}
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """The name of a tensor's dtype as a config.json has it, like float16."""
+    return str(tensor.dtype).removeprefix("torch.")

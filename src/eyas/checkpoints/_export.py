@@ -1,0 +1,78 @@
+"""Writing a draft head in a format that another engine reads. Which formats there are, and what they hold, their modules say.
+
+export          a folder in the format, complete or not at all; CheckpointError names what the format cannot hold
+export_formats  the formats' names
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from eyas.checkpoints._files import write
+from eyas.checkpoints._weights import ExportTarget, Format, Weights, formats
+from eyas.errors import CheckpointError, InputError, near
+from eyas.files import write_errors
+
+__all__ = ["export", "export_formats"]
+
+
+def export_formats() -> dict[str, tuple[str, ...]]:
+    """The formats that heads are exported to, by name, each with the methods whose heads it holds."""
+    found: dict[str, tuple[str, ...]] = {}
+    for form in _exporting():
+        found[form.NAME] = (*found.get(form.NAME, ()), *form.EXPORTS)
+    return found
+
+
+def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:
+    """Write a draft head in the format `name` into a new folder.
+
+    The folder is made under a temporary name beside its place and renamed, so that it is there completely or not at all.
+
+    Args:
+        target: what is known about the target model.
+
+    Returns:
+        Lines by which the format's engines run the head.
+
+    Raises:
+        CheckpointError: there is no such format, or it cannot hold this head; the message has the reason.
+        InputError: something is at that place already, or it cannot be written.
+    """
+    form = _form(weights.method, name)
+    place = Path(folder).expanduser()
+    if place.exists() or place.is_symlink():
+        raise InputError(f"{place} exists already, and an export overwrites nothing: name another folder")
+    try:
+        config, tensors = form.export(weights.method, weights.config, weights.tensors, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{weights.source} cannot be exported to {name}: {error}") from error
+    temporary = place.absolute().with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        file = getattr(form, "EXPORT_FILE", getattr(form, "FILE", None))
+        write(temporary, config, tensors, *([file] if file else []))
+        with write_errors(place):
+            temporary.rename(place)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(temporary)
+    return form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+
+
+def _exporting() -> list[Format]:
+    return [form for form in formats() if hasattr(form, "EXPORTS")]
+
+
+def _form(method: str, name: str) -> Format:
+    """The format of that name for heads of this method."""
+    known = export_formats()
+    if name not in known:
+        raise CheckpointError(f"there is no format {name!r} to export to; {near(name, known)}")
+    if method not in known[name]:
+        fitting = [other for other, methods in known.items() if method in methods]
+        which = f"those are exported to {', '.join(fitting)}" if fitting else "no other engine reads those"
+        raise CheckpointError(f"{name} has no format for heads of {method}; {which}")
+    return next(form for form in _exporting() if name == form.NAME and method in form.EXPORTS)

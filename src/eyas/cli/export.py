@@ -1,0 +1,113 @@
+"""`eyas export`: a draft head in the form that another engine reads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from eyas.cli._load import EMBEDDED, quiet
+from eyas.cli._options import AS_JSON, option_group
+from eyas.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from eyas.checkpoints import ExportTarget
+
+GROUP = "Heads"
+EXAMPLES = """
+eyas export HEAD --format vllm --output FOLDER  # EAGLE-1, EAGLE-2, EAGLE-3
+eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM, llama.cpp and OpenVINO read it too
+eyas export HEAD --format speculators --target MODEL --output FOLDER  # names its target
+eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
+"""
+NOTES = (
+    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators (EAGLE-3), medusa, hydra (as their authors publish them).",
+    "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
+)
+
+
+@option_group
+class ExportOptions:
+    """What is written, and where."""
+
+    format: Annotated[str, "Output", "NAME"]
+    """The engine, or the library, that is to read the head."""
+    output: Annotated[str, "Output", "FOLDER"]
+    """A new folder."""
+    target: Annotated[str | None, "Model", "PATH|HUB"] = None
+    """The target model: its name goes into the head where the format has one; its embeddings are read where the head's have to be
+    compared or changed. "embedded" is the embedded model. Default: the name that the head's record has."""
+    trust_remote_code: Annotated[bool, "Model"] = False
+    """Run Python code that comes with the target."""
+    as_json: AS_JSON = False
+
+
+def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
+    """Write a draft head in the form that another engine reads.
+
+    Parameters
+    ----------
+    head
+        The draft head: a folder or a hub id.
+    """
+    from eyas import checkpoints
+
+    weights = checkpoints.load(head)
+    lines = checkpoints.export(weights, job.format, job.output, _target(head, job))
+    if job.as_json:
+        print(json.dumps({"head": weights.source, "method": weights.method, "format": job.format, "output": job.output, "usage": lines}))
+        return
+    print(f"{job.output} holds the {weights.method} head in the form of {job.format}:")
+    for line in lines:
+        print(f"    {line}")
+
+
+def _target(head: str, job: ExportOptions) -> ExportTarget:
+    """What the options and the head's record say about the target."""
+    from pathlib import Path
+
+    from eyas.checkpoints import ExportTarget
+
+    if job.target is None:
+        name = _recorded_target(Path(head).expanduser())
+        return ExportTarget("" if name == EMBEDDED else name)
+
+    def embedding() -> Tensor:
+        import torch
+
+        from eyas.api import load
+
+        name = None if job.target == EMBEDDED else job.target
+        with quiet():
+            target = load(name, method="vanilla", kernels="off", trust_remote_code=job.trust_remote_code).target
+        return target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
+
+    if job.target == EMBEDDED:
+        return ExportTarget("", ("LlamaForCausalLM",), embedding)
+    return ExportTarget(job.target, _architectures(job.target), embedding)
+
+
+def _recorded_target(folder: Path) -> str:
+    """The target's name in the head's training.json; empty when there is none."""
+    try:
+        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        return str(record["target"]["name"] or "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _architectures(target: str) -> tuple[str, ...]:
+    """The architectures in a target's config.json. InputError when it cannot be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        with quiet():
+            config, _ = PretrainedConfig.get_config_dict(target)
+    except (OSError, ValueError) as error:
+        raise InputError(f"target {target}: its config.json cannot be read ({str(error).splitlines()[0][:200]})") from error
+    if not config:
+        raise InputError(f"target {target} has no config.json: name a folder in Hugging Face layout, or a hub id")
+    return tuple(map(str, config.get("architectures") or ()))

@@ -36,6 +36,13 @@ class Cycle:
     columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
     failures: Failures  # nodes without a distribution
     logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
+    arrived: Callable[[], None] | None = None  # waits until `columns_BX`, which is on its way to the host, has arrived; None: it is not
+
+    def columns(self) -> list[list[int]]:
+        """`columns_BX` on the host, which waits for the cycle's end."""
+        if self.arrived is not None:
+            self.arrived()
+        return self.columns_BX.tolist()
 
     def check(self, row: int, path: Sequence[int]) -> None:
         """Raise the error of the first failed node on the row's path."""
@@ -58,6 +65,17 @@ class CycleRunner:
 
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
         return self.run(cycle_input, timer, self.drafter)
+
+    def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
+        """Launch the cycle that follows the last one, before the host has read the last one's result.
+
+        Args:
+            cycle_input: `max_position` is an upper bound, and `row_tokens` and `remaining` are those before the last cycle.
+
+        Returns:
+            the cycle; None: it depends on what the host reads, and nothing was run.
+        """
+        return None
 
     def run(self, cycle_input: CycleInput, timer: StageTimer, drafter: DraftSession | None, draft: Draft | None = None) -> Cycle:
         """Run one cycle.

@@ -192,7 +192,7 @@ class DormantSession(DraftSession):
         for row in cycle_input.active_rows:
             self._catch_up(row)
         capturable = self.session.capturable(replace(cycle_input, tree_shape=decision.shape))
-        return capturable and replace(capturable, tree_shape=decision.shape)
+        return capturable and replace(capturable, tree_shape=decision.shape, steady=self.policy is None)
 
     def keep(self, row: int, length: int) -> int:
         self._catch_up(row)

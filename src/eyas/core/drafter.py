@@ -75,6 +75,8 @@ class Capturable:
     """Tensors that a cycle both reads and overwrites in place."""
     tree_shape: Shape | None = None
     """The size of tree that the session drafts, if an adaptive drafter has decided on one."""
+    steady: bool = True
+    """Whether the next cycle of the same rows is made in the same way, whatever this one's result."""
 
 
 class DraftSession(ABC):

@@ -4,12 +4,23 @@
            -> draft -> one forward of the target over the tree -> verify -> commit (core/cycle.py) -> emit
 
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
+
+**Running ahead.** On a GPU a cycle is launched, and some time later it is done. Where the next cycle of the same rows needs nothing that
+the host must read first (`CycleRunner.ahead`), it is launched before the last one's result is read, so that the GPU does not wait:
+
+    host    launch 1   launch 2   read 1   launch 3   read 2   ...
+    GPU     [ cycle 1         ][ cycle 2         ][ cycle 3
+
+A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the row is released. The other rows go on
+with it. So ids, noise and Steps are those of cycles one after the other; a request that enters meanwhile joins one cycle later.
+
 This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +43,19 @@ __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps
 SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
 Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A cycle whose result the host has not read."""
+
+    roots: CycleInput
+    cycle: Cycle
+    rows: tuple[Row | None, ...]  # when it was launched
+
+    def still_in(self, rows: Sequence[Row | None]) -> list[int | None]:
+        """For each row of the cycle its number; None for rows that were empty, or whose request has left."""
+        return [b if row is not None and row is rows[b] else None for b, row in enumerate(self.rows)]
 
 
 class Decoder:
@@ -62,6 +86,7 @@ class Decoder:
         self._tickets = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
         self._roots_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
+        self._ahead: _Launched | None = None
 
     @property
     def finished(self) -> bool:
@@ -88,17 +113,46 @@ class Decoder:
     def step(self) -> list[Step]:
         """Read prompts, then one cycle for every row in flight."""
         prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
-        if not any(self.rows):
-            return prefills
         timer = self.timer()
-        roots = self._cycle_input()
-        cycle = self.cycle(roots, timer)
-        steps = self.drafter.count_predicted(self._emit(cycle, range(len(self.rows)), timer))
+        if (launched := self._launch(timer)) is None:
+            return prefills
+        self._ahead = self._launch_ahead(launched, timer)
+        roots, cycle = launched.roots, launched.cycle
+        steps = self.drafter.count_predicted(self._emit(cycle, launched.still_in(self.rows), timer))
         self.drafter.observe(steps)
         self.prompts.observe(steps[0].seconds)
         if self.watch is not None:
             self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
         return prefills + steps
+
+    def _launch(self, timer: StageTimer) -> _Launched | None:
+        """The cycle that ran ahead, if a row of it is still in flight; else launch that of all rows in flight. None: there are none."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and any(b is not None for b in ahead.still_in(self.rows)):
+            return ahead
+        if not any(self.rows):
+            return None
+        if self._settings is None or self._roots_B is None:
+            self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
+        if self._settings is None:
+            self._settings = RowSettings.of(self.rows, self.model)
+        roots = cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths))
+        cycle = self.cycle(roots, timer)
+        self._roots_B = cycle.verdict.bonus_B
+        return _Launched(roots, cycle, tuple(self.rows))
+
+    def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
+        """Launch the cycle behind `last` for the same rows, if it does not depend on what the host reads; not if a row is sure to end in
+        `last`, or has entered or left."""
+        longest = last.cycle.verdict.path_BP.shape[1]
+        if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
+            return None
+        bonus_B, farthest = last.cycle.verdict.bonus_B, max(self.target.lengths) + longest
+        roots = cycle_input(self.rows, self._settings, bonus_B, self.target.length_B, farthest)
+        if (cycle := self.cycle.ahead(roots, timer)) is None:
+            return None
+        self._roots_B = cycle.verdict.bonus_B
+        return _Launched(roots, cycle, last.rows)
 
     def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
         """The row of a prompt that is read, and its first token.
@@ -118,27 +172,19 @@ class Decoder:
         (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, about)
         return step
 
-    def _cycle_input(self) -> CycleInput:
-        if self._settings is None or self._roots_B is None:
-            self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
-        if self._settings is None:
-            self._settings = RowSettings.of(self.rows, self.model)
-        return cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths))
-
-    def _emit(self, cycle: Cycle, rows: Sequence[int], timer: StageTimer, prefill: dict[str, Any] | None = None) -> list[Step]:
+    def _emit(self, cycle: Cycle, rows: Sequence[int | None], timer: StageTimer, prefill: dict[str, Any] | None = None) -> list[Step]:
         """Read the result of a cycle of these rows, its only transfer to the host, and append the tokens to the rows.
 
         Args:
+            rows: the decoder's number of each row of the cycle; None: what it did is ignored.
             prefill: fields of the Step of a prompt's first token; None: a cycle of all rows.
         """
-        columns = cycle.columns_BX.tolist()
-        P = cycle.verdict.path_BP.shape[1]
+        columns, P = cycle.columns(), cycle.verdict.path_BP.shape[1]
         if prefill is None:
-            self._roots_B = cycle.verdict.bonus_B
-            self.target.settle([n + (columns[b][0] if self.rows[b] else 0) for b, n in enumerate(self.target.lengths)])
+            self.target.settle([n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target.lengths)])
         steps = []
         for number, (b, (length, bonus, nan, *rest)) in enumerate(zip(rows, columns, strict=True)):
-            if (row := self.rows[b]) is None:
+            if b is None or (row := self.rows[b]) is None:
                 continue
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
             about = {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill

@@ -131,6 +131,8 @@ class PromptReader:
             self.texts[row] = ()
             self.drafter.end(row)
             self.target.keep(row, 0)
+        else:
+            self.target.keep(row, self.target.lengths[row])  # a cycle that ran ahead has gone further
 
     def observe(self, seconds: float) -> None:
         """A cycle has taken so long."""

@@ -8,6 +8,9 @@ A recording is made for a length of context, a multiple of BUCKET, and serves al
 on the device. The inputs of a cycle are copied into the recording's own tensors, and the state that a session keeps from cycle to cycle
 stays in the recording's tensors. The host reads the result in one transfer (`Cycle.columns_BX`).
 
+A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the device, unless a policy decides about
+every cycle. What the host reads of the last cycle is copied before the next one overwrites it.
+
 A `Recorder` makes the recordings (graphs.py); this module knows no device.
 """
 
@@ -17,10 +20,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
-from eyas.core.drafter import CycleInput
+from eyas.core.drafter import Capturable, CycleInput
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, FullDraft, TargetOutput, Tree, Verdict
 from eyas.core.verify import verify
@@ -65,22 +69,47 @@ class CycleReplay(CycleRunner):
 
     extra_slots = BUCKET
 
-    def __init__(self, cycle: CycleRunner, recorder: Recorder) -> None:
+    def __init__(self, cycle: CycleRunner, recorder: Recorder, runs_ahead: bool = True) -> None:
         super().__init__(cycle.target, cycle.drafter, cycle.verify)
-        self.recorder = recorder
+        self.recorder, self.runs_ahead = recorder, runs_ahead
+        self._steady = False  # whether the last cycle was recorded with its draft, and no policy decided about it
 
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
+        self._steady = False
         if not self._on_device(cycle_input):
             return super().__call__(cycle_input, timer)
-        room = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
-        self.target.cache.reserve(room + BUCKET)
         with timer.stage("draft"):
-            capturable = self.drafter.capturable(replace(cycle_input, max_position=room))
+            room, capturable = self._room(cycle_input)
             if capturable is None:  # drafters keep the input until `commit`; by then the recording has changed the lengths in place
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
             draft = None if capturable is not None else self.drafter.draft(cycle_input)
         if draft is not None and draft.q_BNV is not None:  # the verification of drawn trees reads values on the host
             return self._committed(self.run(cycle_input, timer, None, draft), draft)
+        with timer.stage("target"):
+            cycle = self._replayed(cycle_input, room, capturable, draft)
+        if draft is not None:
+            return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
+        if cycle is None:
+            return self.run(cycle_input, timer, self.drafter)
+        self._steady = capturable is not None and capturable.steady
+        return _copied(cycle)
+
+    def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
+        if not (self.runs_ahead and self._steady and self._on_device(cycle_input)) or cycle_input.logprobs is not None:
+            return None
+        with timer.stage("target"):
+            room, capturable = self._room(cycle_input)
+            cycle = None if capturable is None else self._replayed(cycle_input, room, capturable, None)
+        return cycle and _copied(cycle)
+
+    def _room(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
+        """The length of context that the cycle's recording is made for, and how its draft is recorded."""
+        room = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
+        self.target.cache.reserve(room + BUCKET)
+        return room, self.drafter.capturable(replace(cycle_input, max_position=room))
+
+    def _replayed(self, cycle_input: CycleInput, room: int, capturable: Capturable | None, draft: Draft | None) -> Cycle | None:
+        """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be recorded, and nothing was run."""
         noise, state = cycle_input.noise, [State(self.target, "length_B", tuple(self.target.length_B.shape))]
         inputs = {"tokens": cycle_input.tokens_B, "active": cycle_input.active_B, "seed": noise.seed_B, "greedy": noise.greedy_B}
         if capturable is not None:
@@ -112,13 +141,7 @@ class CycleReplay(CycleRunner):
         addresses = self.target.cache.addresses, None if capturable is None else capturable.addresses
         key = (room, sampling, noise.all_greedy, cycle_input.tree_shape, drafted, addresses, cycle_input.logprobs)
         inplace_state = () if capturable is None else capturable.inplace_state
-        with timer.stage("target"):
-            cycle = self.recorder(key, inputs, state, inplace_state, work)
-        if draft is not None:
-            return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
-        if cycle is None:
-            return self.run(cycle_input, timer, self.drafter)
-        return _copied(cycle)
+        return self.recorder(key, inputs, state, inplace_state, work)
 
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
@@ -139,7 +162,20 @@ def _copied(cycle: Cycle) -> Cycle:
     draft = _with(cycle.draft, {name: tensor.clone() for name, tensor in _tensors(cycle.draft).items()})
     if (full := draft.drafted) is not None:
         draft = replace(draft, drafted=FullDraft(full.parents_BX.clone(), full.value_BX.clone()))
-    return replace(cycle, draft=draft, verdict=replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone()))
+    columns_BX, arrived = _on_the_way(cycle.columns_BX)
+    verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
+    return replace(cycle, draft=draft, verdict=verdict, columns_BX=columns_BX, arrived=arrived)
+
+
+def _on_the_way(columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """A copy on the host, and what waits until it has arrived; the host goes on meanwhile. What is launched later is not waited for."""
+    if columns_BX.device.type != "cuda":
+        return columns_BX.clone(), None
+    host_BX = torch.empty(columns_BX.shape, dtype=columns_BX.dtype, pin_memory=True)
+    host_BX.copy_(columns_BX, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(columns_BX.device))
+    return host_BX, copied.synchronize
 
 
 def _copied_verdict(verdict: Verdict) -> Verdict:

@@ -35,6 +35,7 @@ from eyas.drafters import Drafter, find
 from eyas.files import write_text
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import GraphRunner, tensors_of
+from eyas.runners.recording import CycleReplay
 
 __all__ = ["FULL", "SMALL", "Clock", "Entry", "Lab", "OutOfTime", "Plan", "Results", "Timing", "elapsed_ms", "table", "timed_cycles"]
 
@@ -192,6 +193,11 @@ class Lab:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def target(self, shape: str, kernels: str, draft_weights: str = "exact") -> Target:
         """The model with this runner."""
         model = self.model(shape)
@@ -254,17 +260,23 @@ class Timing:
 
 
 def timed_cycles(
-    lab: Lab, drafters: Mapping[str, Drafter], context: int, rows: int, rates: Sequence[float] = DENSE, temperature: float = 0.0
-) -> dict[str, Timing]:
+    lab: Lab, drafters: Mapping[str, Drafter], context: int, rows: int, rates: Sequence[float] = DENSE, temperature: float = 0.0,
+    ahead: bool = True,
+) -> dict[str, Timing]:  # fmt: skip
     """Time rounds of cycles of all drafters by turns. Each decodes `rows` texts behind prompts of `context` random tokens.
 
-    A round's time is taken from the end of one cycle's result to that of the last, so whatever the host does in between counts.
+    A round begins and ends on an idle device, so whatever the host does in between counts, and so does the cycle that ran ahead.
+
+    Args:
+        ahead: whether a cycle is launched before the last one is read.
     """
     plan, generator = lab.plan, torch.Generator().manual_seed(context)
     count = plan.warm + plan.rounds * plan.cycles
     decoders, timings = dict[str, Decoder](), {name: Timing() for name in drafters}
     for name, drafter in drafters.items():
         decoder = Decoder(drafter.target, drafter, rows, verify=simulated(rates))
+        if isinstance(decoder.cycle, CycleReplay):
+            decoder.cycle.runs_ahead = ahead
         for row in range(rows):
             prompt = torch.randint(3, drafter.target.vocab_size, (context,), generator=generator).tolist()
             decoder.add(Request(tuple(prompt), 12 * (count + rows), Sampling(temperature, seed=row)))
@@ -275,11 +287,13 @@ def timed_cycles(
         decoders[name] = decoder
     for _ in range(plan.rounds):
         for name, decoder in decoders.items():
+            lab.wait()
             began = time.perf_counter()
             for _ in range(plan.cycles):
                 steps = decoder.step()
                 timings[name].tokens += sum(len(step.path) for step in steps)
                 timings[name].row_cycles += len(steps)
+            lab.wait()
             timings[name].ms.append(1e3 * (time.perf_counter() - began) / plan.cycles)
     return timings
 

@@ -132,17 +132,18 @@ def _cycles(
     shape: str = "",
     rates: Sequence[float] = DENSE,
     temperature: float = 0.0,
+    ahead: bool = True,
 ) -> Record:
     """Cycles of the entries beside plain decoding by the same runner, which comes first."""
     shape = shape or bench.plan.shape
     plain = Entry(kernels=entries[0].kernels)
     entered = {entry.name: entry for entry in (plain, *entries)}
     drafters = {name: bench.lab.drafter(entry, shape) for name, entry in entered.items()}
-    timings = timed_cycles(bench.lab, drafters, context, rows, rates, temperature)
+    timings = timed_cycles(bench.lab, drafters, context, rows, rates, temperature, ahead)
     base = timings[plain.name]
     run: Any = drafters[plain.name].target.run
     runner = f"{run.name}, layers by kernels" if getattr(run, "fused", None) else run.name
-    about = {"shape": shape, "kernels": plain.kernels, "runner": runner, "context": context, "rows": rows, "T": temperature}
+    about = {"shape": shape, "kernels": plain.kernels, "runner": runner, "context": context, "rows": rows, "T": temperature, "ahead": ahead}
     target = drafters[plain.name].target
     bound_ms = _bound_ms(bench, target, context, rows)
     lines = [{**about, **_line(name, timing, base, rows, bound_ms)} for name, timing in timings.items()]
@@ -216,6 +217,7 @@ def stages(plan: Plan) -> list[Stage]:
         ]),
         Stage("first", "plain decoding and EAGLE-3, recorded", [
             *(cycles(f"{context} tokens", [tree], context, 30) for context in plan.contexts),
+            cycles("one cycle after the other", [tree], short, 30, ahead=False),
             cycles("without graphs", by("off", tree), short, 40),
         ]),
         Stage("attention", "attention alone, one layer", [

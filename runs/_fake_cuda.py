@@ -222,6 +222,8 @@ def fake_cuda() -> Iterator[Unguarded]:
         mock.patch("torch.random.fork_rng", return_value=nullcontext()),
         mock.patch("torch.nn.Module.to", _cast),
         mock.patch("torch.cuda.get_device_capability", return_value=HOPPER),
+        mock.patch("torch.cuda.Event"),
+        mock.patch("torch.cuda.current_stream"),
         FakeTensorMode(allow_non_fake_inputs=True),
         Unguarded() as mode,
         torch.inference_mode(),

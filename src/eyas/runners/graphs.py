@@ -135,6 +135,15 @@ class CycleRecorder:
         replay()
         return cycle
 
+    def to_host(self, columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        if columns_BX.device.type != "cuda":
+            return columns_BX.clone(), None
+        host_BX = torch.empty(columns_BX.shape, dtype=columns_BX.dtype, pin_memory=True)
+        host_BX.copy_(columns_BX, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(columns_BX.device))
+        return host_BX, copied.synchronize
+
     def _settle(self, attribute: State, value: Tensor) -> None:
         """Set the attribute to the recordings' tensor for it, filled with `value`."""
         key = id(attribute.holder), attribute.name

@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
@@ -63,6 +62,10 @@ class Recorder(Protocol):
         """
         ...
 
+    def to_host(self, columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        """A copy on the host, and what waits until it has arrived (None: it is there). What is launched later is not waited for."""
+        ...
+
 
 class CycleReplay(CycleRunner):
     """Runs the cycles of a decoder by recordings; those that cannot be recorded run as without them."""
@@ -92,7 +95,7 @@ class CycleReplay(CycleRunner):
         if cycle is None:
             return self.run(cycle_input, timer, self.drafter)
         self._steady = capturable is not None and capturable.steady
-        return _copied(cycle)
+        return self._copied(cycle)
 
     def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
         if not (self.runs_ahead and self._steady and self._on_device(cycle_input)) or cycle_input.logprobs is not None:
@@ -100,7 +103,7 @@ class CycleReplay(CycleRunner):
         with timer.stage("target"):
             room, capturable = self._room(cycle_input)
             cycle = None if capturable is None else self._replayed(cycle_input, room, capturable, None)
-        return cycle and _copied(cycle)
+        return cycle and self._copied(cycle)
 
     def _room(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
         """The length of context that the cycle's recording is made for, and how its draft is recorded."""
@@ -143,6 +146,15 @@ class CycleReplay(CycleRunner):
         inplace_state = () if capturable is None else capturable.inplace_state
         return self.recorder(key, inputs, state, inplace_state, work)
 
+    def _copied(self, cycle: Cycle) -> Cycle:
+        """The cycle with copies of the tensors that are read after the next replay, which overwrites the recording's."""
+        draft = _with(cycle.draft, {name: tensor.clone() for name, tensor in _tensors(cycle.draft).items()})
+        if (full := draft.drafted) is not None:
+            draft = replace(draft, drafted=FullDraft(full.parents_BX.clone(), full.value_BX.clone()))
+        columns_BX, arrived = self.recorder.to_host(cycle.columns_BX)
+        verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
+        return replace(cycle, draft=draft, verdict=verdict, columns_BX=columns_BX, arrived=arrived)
+
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
@@ -155,27 +167,6 @@ class CycleReplay(CycleRunner):
         cycle = replace(cycle, draft=draft, verdict=_copied_verdict(cycle.verdict), output=output)
         self.drafter.commit(draft, cycle.verdict, output)
         return cycle
-
-
-def _copied(cycle: Cycle) -> Cycle:
-    """The cycle with copies of the tensors that are read after the next replay, which overwrites the recording's."""
-    draft = _with(cycle.draft, {name: tensor.clone() for name, tensor in _tensors(cycle.draft).items()})
-    if (full := draft.drafted) is not None:
-        draft = replace(draft, drafted=FullDraft(full.parents_BX.clone(), full.value_BX.clone()))
-    columns_BX, arrived = _on_the_way(cycle.columns_BX)
-    verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
-    return replace(cycle, draft=draft, verdict=verdict, columns_BX=columns_BX, arrived=arrived)
-
-
-def _on_the_way(columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """A copy on the host, and what waits until it has arrived; the host goes on meanwhile. What is launched later is not waited for."""
-    if columns_BX.device.type != "cuda":
-        return columns_BX.clone(), None
-    host_BX = torch.empty(columns_BX.shape, dtype=columns_BX.dtype, pin_memory=True)
-    host_BX.copy_(columns_BX, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(columns_BX.device))
-    return host_BX, copied.synchronize
 
 
 def _copied_verdict(verdict: Verdict) -> Verdict:

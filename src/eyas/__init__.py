@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from eyas.api import LLM, Chat, Result, Stream, load
     from eyas.core.sampling import Sampling
     from eyas.errors import EyasError
+    from eyas.hooks import attach, detach, hf
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chat", "EyasError", "Result", "Sampling", "Stream", "__version__", "load"]
+__all__ = ["LLM", "Chat", "EyasError", "Result", "Sampling", "Stream", "__version__", "attach", "detach", "hf", "load"]
 
 _MODULES = {
     **dict.fromkeys(["LLM", "Chat", "Result", "Stream", "load"], "eyas.api"),
+    **dict.fromkeys(["attach", "detach", "hf"], "eyas.hooks"),
     "EyasError": "eyas.errors",
     "Sampling": "eyas.core.sampling",
 }

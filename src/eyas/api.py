@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from eyas.grammar import Grammars, structure_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, encode_part, render
 
-__all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "load"]
+__all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "check_processor", "load"]
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
@@ -87,6 +87,21 @@ class Stats:
     decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.plan`
     predicted_tokens: int = 0  # accepted draft tokens that `prediction` proposed
     cached_tokens: int = 0  # tokens of the prompt whose keys and values were there already
+
+    @classmethod
+    def of(cls, totals: StepTotals, processors: Sequence[Processor] = ()) -> Stats:
+        """The figures of the steps of one request."""
+        return cls(
+            cycles=totals.cycles,
+            accepted_lengths=tuple(totals.accepted_lengths),
+            seconds=totals.seconds,
+            prefill_seconds=totals.prefill_seconds,
+            slow_processors=tuple(type(p).__name__ for p in processors),
+            tokens=totals.emitted,
+            decisions=dict(totals.decisions),
+            predicted_tokens=totals.predicted_tokens,
+            cached_tokens=totals.cached_tokens,
+        )
 
     @property
     def tau(self) -> float:
@@ -141,7 +156,7 @@ def load(
     method: str | None = None,
     *,
     draft_with: str | None = None,
-    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | int | None = "auto",
     trust_remote_code: bool = False,
@@ -156,12 +171,12 @@ def load(
     Args:
         target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded
             model with its own head.
-        draft: local folder or hub id of a draft head, or a Drafter.
+        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none.
         method: a name from `eyas methods` or a dotted path. None: the method that the head was made
             for; `suffix` without a head.
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
-        tokenizer: local folder, hub id or tokenizer, where it is not the target's own.
+        tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none, for a loaded model.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own
@@ -184,6 +199,8 @@ def load(
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
     options, dtype, device = load_keywords(options, dtype, device)
+    if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
+        draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
     if target is None:
         method = method or (tiny.BEST if draft is None else None)
@@ -208,6 +225,8 @@ def _load_target(
     source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
+    if tokenizer is False and isinstance(source, PreTrainedModel):
+        return Target(source, source.name_or_path or type(source).__name__), None
     if source is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
@@ -463,7 +482,7 @@ class LLM:
     def _answer_each(self, answers: Sequence[_Answer], batch_size: int | None, reuse: bool = False) -> Iterator[tuple[int, Result]]:
         """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts that begin alike are read once."""
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
-        decoder, keep = self._take_decoder(max(1, min(rows, len(answers))), reuse)
+        decoder, keep = self.take_decoder(max(1, min(rows, len(answers))), reuse)
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in check_steps(decoder.step()):
@@ -492,7 +511,7 @@ class LLM:
         """
         request, reader = self.request(prompt, system=system, **keywords)
         answer = _Answer(replace(request, trace=on_step is not None), reader)
-        decoder, keep = self._take_decoder()
+        decoder, keep = self.take_decoder()
         return Stream(decoder, answer, keep, on_step)
 
     @with_generate_keywords
@@ -544,7 +563,7 @@ class LLM:
             sampling_of(asked),
             eos,
             reader.feed,
-            tuple(_check_processor(p) for p in as_processors(asked["logits_processor"])),
+            tuple(check_processor(p) for p in as_processors(asked["logits_processor"])),
             min_tokens=asked["min_tokens"],
             logprobs=asked["logprobs"],
             prompt_logprobs=asked["prompt_logprobs"],
@@ -585,7 +604,7 @@ class LLM:
     def _default_rows(self) -> int:
         return 1 if self.target.device.type == "cpu" else 8
 
-    def _take_decoder(self, rows: int = 1, reuse: bool = False) -> tuple[Decoder, Callable[[], None]]:
+    def take_decoder(self, rows: int = 1, reuse: bool = False) -> tuple[Decoder, Callable[[], None]]:
         """A Decoder without requests, the one that served last where it suits; and a function that
         lets it serve again.
 
@@ -768,17 +787,7 @@ class _Answer:
     def result(self) -> Result:
         """The answer so far; one that was broken off counts as ended by its length."""
         totals = self.totals
-        stats = Stats(
-            cycles=totals.cycles,
-            accepted_lengths=tuple(totals.accepted_lengths),
-            seconds=totals.seconds,
-            prefill_seconds=totals.prefill_seconds,
-            slow_processors=tuple(type(p).__name__ for p in self.request.processors),
-            tokens=totals.emitted,
-            decisions=dict(totals.decisions),
-            predicted_tokens=totals.predicted_tokens,
-            cached_tokens=totals.cached_tokens,
-        )
+        stats = Stats.of(totals, self.request.processors)
         logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
         prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
         return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs)
@@ -803,7 +812,8 @@ def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> f
     return frozenset()
 
 
-def _check_processor(processor: Processor) -> Processor:
+def check_processor(processor: Processor) -> Processor:
+    """The processor; InputError for one that cannot be asked about every node of a tree."""
     name = type(processor).__name__
     if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
         raise InputError(f"{name} keeps a memory, and in a tree it would see tokens that are never emitted: decode without it")

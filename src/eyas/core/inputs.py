@@ -47,5 +47,5 @@ class CycleInput:
     predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
     constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
-    trace: bool = False  # whether scores are read on the host after the cycle
+    trace: bool = False  # whether scores or logits are read after the cycle
     tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
@@ -36,6 +38,7 @@ class Request:
     logprobs: int | None = None  # every emitted token comes with its log-probability and those of this many most probable tokens
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
+    logits: bool = False  # every Step has the raw logits of its tokens; cycles are then not recorded
     constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
     draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
@@ -103,6 +106,7 @@ class Step:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt's tokens, in the prefill step; None for the first one
     trace: Trace | None = None  # of the cycle, if the request asks for it
+    logits: Tensor | None = None  # float32 [tokens, V]: from which each of `tokens` was chosen, if the request asks for them
     predicted: int = 0  # how many of the accepted draft tokens `Request.prediction` proposed
     cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
 

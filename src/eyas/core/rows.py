@@ -108,11 +108,13 @@ class Row:
         )
 
     def asked_for(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
-        """The fields of a Step that only some requests ask for: log-probabilities, and the trace of row `number` of the cycle."""
+        """The fields of a Step that only some requests ask for: log-probabilities, logits, and the trace of row `number` of the cycle."""
         fields: dict[str, Any] = {}
         if self.request.logprobs is not None:
             assert cycle.logprobs_BPX is not None
             fields["logprobs"] = entries(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
+        if self.request.logits:
+            fields["logits"] = cycle.output.logits_BNV[number, list(path or (0,))[: len(tokens)]].float()
         if self.request.trace and path:
             bonus = int(cycle.verdict.bonus_B[number])
             fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number], path, bonus, self.finish)
@@ -164,7 +166,7 @@ class RowSettings:
             predictions=predictions if any(predictions) else (),
             constraints=constraints if any(constraint is not None for constraint in constraints) else (),
             logprobs=width_for((row.request.logprobs for row in rows if row), target.vocab_size),
-            trace=any(row.request.trace for row in rows if row),
+            trace=any(row.request.trace or row.request.logits for row in rows if row),
         )
 
 

@@ -1,0 +1,21 @@
+"""eyas inside of transformers: three ways to give its drafts to `model.generate` (docs/transformers.md).
+
+    model.generate(**inputs, custom_generate=eyas.hf(draft=...))
+    eyas.attach(model, draft=...)               afterwards `model.generate`, pipelines and lm-eval work as before
+    model.generate(**inputs, custom_generate="path/or/hub-id", trust_remote_code=True)      by a head's own folder
+
+custom.py      what transformers calls instead of its own loop      attach.py     `attach` and `detach`
+laws.py        its processors as the engine's sampling              folder.py     `custom_generate/` in a head's folder
+inputs.py      its padded batches as prompts                        models.py     what is kept for each model
+loop.py        tokens of all rows in step, as criteria and streamers are told
+refusals.py    what cannot be kept, by name                         caller.py     arguments that transformers drops
+
+transformers prepares everything as always: the generation config, the processors, the stopping criteria. Only its decoding loop is
+replaced.
+"""
+
+from eyas.hooks.attach import Attachment, attach, detach
+from eyas.hooks.custom import CustomGenerate, hf
+from eyas.hooks.folder import generate_by_folder, write_custom_generate
+
+__all__ = ["Attachment", "CustomGenerate", "attach", "detach", "generate_by_folder", "hf", "write_custom_generate"]

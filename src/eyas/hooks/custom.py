@@ -1,0 +1,137 @@
+"""`eyas.hf(...)`: the object that `model.generate(..., custom_generate=...)` calls instead of its own decoding loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from eyas.api import Stats
+from eyas.arguments import whole_number
+from eyas.errors import InputError, OptionError
+from eyas.hooks.caller import arguments_of_generate
+from eyas.hooks.inputs import Batch
+from eyas.hooks.laws import Law
+from eyas.hooks.loop import Lockstep, decode
+from eyas.hooks.models import Settings, llm_for, lock_of
+from eyas.hooks.refusals import check_call
+
+__all__ = ["CustomGenerate", "hf"]
+
+
+def hf(
+    draft: Any = None,
+    method: str | None = None,
+    *,
+    streamer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> CustomGenerate:
+    """Make an object for `model.generate(**inputs, custom_generate=eyas.hf(...))`.
+
+    The text is the model's own: greedily the same ids, sampled the same distribution.
+
+    Args:
+        draft: folder or hub id of a draft head, or the name of a method that needs none. None: `suffix`, which drafts from the text.
+        method: as for `eyas.load`.
+        streamer: of transformers; generate's own `streamer` works, too.
+        tokenizer: for `stop_strings`.
+        stop_strings: given here with the tokenizer, as transformers does not hand its own `tokenizer` on.
+        batch_size: rows that are decoded together. None: 1 on a CPU, all of them elsewhere, or where criteria or a streamer look on.
+        options: the other options of `eyas.load`: those of the method, `draft_with`, `kernels`, `weights`, ...
+
+    Raises:
+        OptionError: an option that is the model's. Others, and the head, are checked by the first call.
+    """
+    if stop_strings is not None and tokenizer is None:
+        raise InputError("stop_strings need the tokenizer: eyas.hf(stop_strings=..., tokenizer=tokenizer)")
+    rows = None if batch_size is None else whole_number("batch_size", batch_size)
+    return CustomGenerate(Settings(draft, method, options), streamer, tokenizer, stop_strings, rows)
+
+
+@dataclass
+class CustomGenerate:
+    """Decodes for `model.generate`. It serves any number of calls and models.
+
+    Attributes:
+        stats: figures of each row of the last call; empty before.
+    """
+
+    settings: Settings
+    streamer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    stop_strings: str | Sequence[str] | None = None
+    batch_size: int | None = None
+    stats: tuple[Stats, ...] = field(default=(), repr=False)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode; called by `generate` with what it has prepared. Returns what `generate` returns.
+
+        Raises:
+            EyasError: something that eyas cannot keep, by name; a model or a head that cannot be served.
+        """
+        given = arguments_of_generate()
+        check_call(generation_config, model_kwargs, given)
+        criteria = self._criteria(stopping_criteria)
+        batch = Batch.of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        with lock_of(model):
+            llm = llm_for(model, self.settings)
+            law = Law.of(batch, generation_config, logits_processor, criteria)
+            told = self._streamer(streamer or given.get("streamer"), input_ids)
+            lockstep = Lockstep(law, generation_config, logits_processor, criteria, told)
+            rows = len(batch.prompts)
+            together = rows if lockstep.needs_all_rows else self.batch_size or (1 if llm.target.device.type == "cpu" else rows)
+            self.stats = decode(llm, law, lockstep, together)
+        if told is not None:
+            told.end()
+        return _output(lockstep, generation_config)
+
+    def _criteria(self, prepared: StoppingCriteriaList) -> StoppingCriteriaList:
+        if self.stop_strings is None:
+            return prepared
+        assert self.tokenizer is not None
+        strings = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+        return StoppingCriteriaList([*prepared, StopStringCriteria(self.tokenizer, strings)])
+
+    def _streamer(self, given: Any, input_ids: Tensor) -> Any:
+        """The streamer; it has the prompt already, as transformers hands that to its own."""
+        if given is not None and self.streamer is not None:
+            raise OptionError("there are two streamers: give one, to generate or to eyas.hf")
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        return given if given is not None else self.streamer
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> CustomGenerate:
+        """The same settings for one call with a streamer, a tokenizer, stop strings of its own."""
+        return replace(self, stats=(), **arguments)
+
+
+def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `generate` returns. Keys and values are eyas' own, so `past_key_values` stays None."""
+    sequences = lockstep.sequences()
+    if not config.return_dict_in_generate:
+        return sequences
+    scores, logits = lockstep.scores if lockstep.wants_scores else None, lockstep.logits if lockstep.wants_logits else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Padded batches of transformers as prompts. Letters: B rows, T tokens of the widest prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eyas.errors import InputError
+
+__all__ = ["Batch"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a batch, padded on the left to one width."""
+
+    ids_BT: Tensor  # int64, with the padding
+    padding: tuple[int, ...]  # tokens on the left of each row that are no part of its prompt
+    prompts: tuple[tuple[int, ...], ...]  # without padding
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row, the padding included."""
+        return int(self.ids_BT.shape[1])
+
+    @classmethod
+    def of(cls, ids_BT: Tensor, mask_BT: Tensor | None, positions: Tensor | None = None) -> Batch:
+        """
+        Args:
+            mask_BT: 0 for padding; None: there is none.
+            positions: position_ids [B or 1, T], checked to be those of the mask.
+
+        Raises:
+            InputError: a mask that hides more than padding on the left, or other positions.
+        """
+        rows, width = ids_BT.shape
+        if mask_BT is None:
+            padding = [0] * rows
+        else:
+            mask = (mask_BT != 0).long()
+            padding = (width - mask.sum(-1)).tolist()
+            if mask.shape != ids_BT.shape or not all(bool(row[hidden:].all()) for row, hidden in zip(mask, padding, strict=True)):
+                raise InputError("attention_mask hides tokens on the right or inside of a prompt: pad on the left (padding_side='left')")
+        if any(hidden == width for hidden in padding):
+            raise InputError("a prompt is empty: give at least one token that the attention mask shows")
+        if positions is not None:
+            _check_positions(positions, padding, rows, width)
+        prompts = tuple(tuple(row[hidden:]) for row, hidden in zip(ids_BT.tolist(), padding, strict=True))
+        return cls(ids_BT, tuple(padding), prompts)
+
+
+def _check_positions(positions: Tensor, padding: list[int], rows: int, width: int) -> None:
+    """InputError unless the prompts' tokens are counted from 0."""
+    listed = positions.tolist() if positions.ndim == 2 else [[]]
+    listed = listed * rows if len(listed) == 1 else listed
+    expected = [list(range(width - hidden)) for hidden in padding]
+    if [row[hidden:] for row, hidden in zip(listed, padding, strict=False)] != expected:
+        raise InputError("position_ids: eyas counts the tokens of a prompt from 0, as generate does by itself: leave them out")

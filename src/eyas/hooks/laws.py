@@ -1,0 +1,158 @@
+"""The processors and criteria that generate has prepared, as the engine's sampling.
+
+`LogitsProcessorList` is run in order. Its beginning and its end are steps of the engine where they are plain:
+
+    [repetition penalty] [min_length, min_new_tokens] | anything else, in order | [temperature] [top_k] [top_p] [min_p]
+                 Sampling, min_tokens                   processors of the request            Sampling
+
+What the engine does itself costs nothing; a processor runs once for each node, with the node's own text. Whatever does not fit this order
+(`typical_p`, which comes after `top_p`) makes the end part of the middle, so the law is transformers' in every case.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from eyas.api import check_processor
+from eyas.core.requests import Request
+from eyas.core.sampling import Processor, Sampling
+from eyas.hooks.inputs import Batch
+from eyas.hooks.refusals import check_processors
+
+__all__ = ["Law"]
+
+SEEDS = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Law:
+    """How each row of a batch draws its tokens, and when it ends at the latest."""
+
+    batch: Batch
+    max_new_tokens: int
+    eos: frozenset[int]
+    custom_criteria: bool  # whether there are stopping criteria other than EOS and the length
+    sampling: Sampling  # without a seed
+    min_tokens: int
+    processors: tuple[Any, ...]  # of transformers, in order
+    seeds: tuple[int, ...] = field(repr=False)  # of the rows; none where nothing is drawn
+
+    @classmethod
+    def of(cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> Law:
+        """The law of a call; draws the seeds from torch's generator, so `torch.manual_seed` decides what is sampled."""
+        check_processors(processors)
+        length, eos, others = _ends(criteria)
+        new = length - batch.width
+        left = [p for p in processors if type(p) is not LogitNormalization]  # the last one; it changes no law
+        settings: dict[str, Any] = {}
+        left, min_tokens = _beginning(left, batch, eos, settings)
+        if config.do_sample:
+            settings["temperature"] = 1.0
+            left = _end(left, settings)
+        seeds = torch.randint(SEEDS, (len(batch.prompts),)).tolist() if config.do_sample else ()
+        for processor in left:
+            check_processor(processor)
+        sampling = Sampling(**settings)
+        return cls(batch, new, eos, others, sampling, min(min_tokens, new), tuple(left), tuple(seeds))
+
+    def request(self, row: int, logits: bool) -> Request:
+        """The engine's request for a row. `logits`: its steps have the raw logits."""
+        sampling = replace(self.sampling, seed=self.seeds[row]) if self.seeds else self.sampling
+        return Request(
+            self.batch.prompts[row],
+            self.max_new_tokens,
+            sampling,
+            self.eos,
+            processors=tuple(self._for_row(processor, row) for processor in self.processors),
+            min_tokens=self.min_tokens,
+            logits=logits,
+        )
+
+    def _for_row(self, processor: Any, row: int) -> Processor:
+        """A processor that is shown one row alone, with its padding, as it would see it in the batch."""
+        rows = len(self.batch.prompts)
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            allowed = processor._prefix_allowed_tokens_fn
+            processor = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
+        for name in ("encoder_input_ids", "prompt_ignore_length"):
+            of_rows = getattr(processor, name, None)
+            if isinstance(of_rows, Tensor) and rows > 1:
+                processor = copy.copy(processor)
+                of_row = row * len(of_rows) // rows  # several answers may share a prompt
+                setattr(processor, name, of_rows[of_row : of_row + 1])
+        hidden = self.batch.padding[row]
+        return _Padded(processor, self.batch.ids_BT[row : row + 1, :hidden]) if hidden else processor
+
+
+class _Padded:
+    """A processor that sees the row's padding before its text."""
+
+    def __init__(self, processor: Any, padding_1T: Tensor) -> None:
+        self.processor, self.padding_1T = processor, padding_1T
+        self.__name__ = type(processor).__name__
+
+    def __call__(self, ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
+        scores: Tensor = self.processor(torch.cat([self.padding_1T.to(ids_1T.device), ids_1T], 1), scores_1V)
+        return scores
+
+
+def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
+    """(the most tokens of a row, padding and prompt included; token ids that end it; whether there are other criteria)."""
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    ends = [criterion for criterion in criteria if type(criterion) is EosTokenCriteria]
+    eos = frozenset(int(token) for criterion in ends for token in criterion.eos_token_id.flatten().tolist())
+    return min(lengths), eos, len(lengths) + len(ends) < len(criteria)
+
+
+def _beginning(processors: Sequence[Any], batch: Batch, eos: frozenset[int], settings: dict[str, Any]) -> tuple[list[Any], int]:
+    """(the processors behind those that the engine does first, its min_tokens); writes into `settings`."""
+    left, min_tokens = list(processors), 0
+    if left and type(left[0]) is RepetitionPenaltyLogitsProcessor and _hides_padding(left[0].prompt_ignore_length, batch):
+        settings["repetition_penalty"] = float(left.pop(0).penalty)
+    while left and type(left[0]) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+        if frozenset(torch.as_tensor(left[0].eos_token_id).flatten().tolist()) != eos:
+            break
+        first = left.pop(0)
+        counted = first.min_length if type(first) is MinLengthLogitsProcessor else first.prompt_length_to_skip + first.min_new_tokens
+        min_tokens = max(min_tokens, counted - batch.width)
+    return left, min_tokens
+
+
+def _hides_padding(hidden: Any, batch: Batch) -> bool:
+    """Whether a repetition penalty leaves out the padding of every row and nothing else, as the engine does."""
+    if isinstance(hidden, Tensor):
+        return tuple(hidden.tolist()) == batch.padding
+    return hidden is None and not any(batch.padding)
+
+
+def _end(processors: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+    """The processors before those that the engine does last; writes into `settings`."""
+    left = list(processors)
+    for kind, name in ((MinPLogitsWarper, "min_p"), (TopPLogitsWarper, "top_p"), (TopKLogitsWarper, "top_k")):
+        if left and type(left[-1]) is kind and left[-1].filter_value == -torch.inf and getattr(left[-1], name) > 0:
+            settings[name] = getattr(left.pop(), name)
+    if left and type(left[-1]) is TemperatureLogitsWarper and left[-1].temperature >= 1e-5:
+        settings["temperature"] = left.pop().temperature
+    return left

@@ -1,0 +1,142 @@
+"""Tokens of all rows in step, as the loop of transformers hands them to stopping criteria and streamers.
+
+The engine's rows advance at different speeds, several tokens at a time. Here token t of every row is looked at together, as soon as all
+rows have it: first the criteria are called with the texts of the whole batch up to token t, then the streamer is told the tokens. Where
+that ends a row, what it has decoded beyond is dropped.
+
+This module knows no model. Letters: B rows, T tokens of the widest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from eyas.api import LLM, Stats
+from eyas.core.requests import Step, check_steps
+from eyas.hooks.laws import Law
+from eyas.metrics import StepTotals
+
+__all__ = ["Lockstep", "decode"]
+
+
+class Lockstep:
+    """The texts of a batch, token by token.
+
+    Attributes:
+        columns: the tokens of all rows, [B] each; those of rows that have ended are padding.
+        scores, logits: float32 [B, V] for each column: processed, and raw; zeros in rows that have ended.
+        finished: no row goes on.
+    """
+
+    def __init__(
+        self, law: Law, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, streamer: Any
+    ) -> None:
+        self.law, self.processors, self.criteria, self.streamer = law, processors, criteria, streamer
+        wanted = bool(config.return_dict_in_generate)
+        self.wants_scores, self.wants_logits = wanted and bool(config.output_scores), wanted and bool(config.output_logits)
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
+        self.pad = int(pad) if pads and pad is not None else None  # None: rows that have ended go on until all have
+        ids_BT = law.batch.ids_BT
+        self.ended = [False] * len(ids_BT)
+        self.columns: list[list[int]] = []
+        self.scores: tuple[Tensor, ...] = ()
+        self.logits: tuple[Tensor, ...] = ()
+        self._waiting = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
+        room = ids_BT.new_empty(len(ids_BT), law.max_new_tokens) if law.custom_criteria or self.wants_scores else ids_BT[:, :0]
+        self._texts = torch.cat([ids_BT, room], 1)
+
+    @property
+    def finished(self) -> bool:
+        return all(self.ended)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the engine's steps must have the raw logits."""
+        return self.wants_scores or self.wants_logits
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether all rows are decoded together, as somebody looks at them on the way."""
+        return self.law.custom_criteria or self.streamer is not None
+
+    def feed(self, row: int, step: Step) -> None:
+        """The engine has decoded these tokens of the row."""
+        rows = [None] * len(step.tokens) if step.logits is None else list(step.logits.clone())
+        self._waiting[row].extend(zip(step.tokens, rows, strict=True))
+
+    def advance(self) -> list[int]:
+        """Look at all columns that are complete; returns the rows that need no further tokens."""
+        before = list(self.ended)
+        while not self.finished and all(self._waiting[row] or self._is_padded(row) for row in range(len(self.ended))):
+            self._column()
+        stopped = [row for row, ended in enumerate(self.ended) if ended and not before[row]]
+        return stopped if self.pad is not None or self.finished else []
+
+    def _is_padded(self, row: int) -> bool:
+        return self.pad is not None and self.ended[row]
+
+    def _column(self) -> None:
+        taken = [(self.pad or 0, None) if self._is_padded(row) else self._waiting[row].popleft() for row in range(len(self.ended))]
+        tokens = [token for token, _ in taken]
+        if self.needs_logits:
+            self._keep_scores([logits_V for _, logits_V in taken])
+        column = torch.tensor(tokens, device=self._texts.device)
+        self.columns.append(tokens)
+        if self._texts.shape[1] > self.law.batch.width:
+            self._texts[:, self.law.batch.width + len(self.columns) - 1] = column
+        self.ended = [done or ends for done, ends in zip(self.ended, self._ends(tokens), strict=True)]
+        if self.streamer is not None:
+            self.streamer.put(column.cpu())
+
+    @property
+    def _seen(self) -> Tensor:
+        """The texts up to the newest column, [B, T + columns]."""
+        return self._texts[:, : self.law.batch.width + len(self.columns)]
+
+    def _keep_scores(self, rows: list[Tensor | None]) -> None:
+        device = self._texts.device
+        empty_V = torch.zeros_like(next(logits_V for logits_V in rows if logits_V is not None), device=device)
+        logits_BV = torch.stack([empty_V if logits_V is None else logits_V.to(device) for logits_V in rows])
+        if self.wants_logits:
+            self.logits += (logits_BV,)
+        if self.wants_scores:
+            self.scores += (self.processors(self._seen, logits_BV.clone()),)
+
+    def _ends(self, tokens: list[int]) -> list[bool]:
+        """Which rows end with the newest column."""
+        if self.law.custom_criteria:
+            ends: list[bool] = self.criteria(self._seen, self.scores if self.wants_scores else None).tolist()
+            return ends
+        full = len(self.columns) >= self.law.max_new_tokens
+        return [full or token in self.law.eos for token in tokens]
+
+    def sequences(self) -> Tensor:
+        """int64 [B, T + columns]: prompts with their padding, and what was decoded."""
+        new = torch.tensor(self.columns, device=self._texts.device).T.reshape(len(self.ended), -1)
+        return torch.cat([self.law.batch.ids_BT, new.to(self._texts.dtype)], 1)
+
+
+def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
+    """Decode a batch, at most `rows` of its rows at a time; the figures of each row."""
+    shared = len(set(law.batch.prompts)) < len(law.batch.prompts)  # a prompt that stands there twice is read once
+    decoder, keep = llm.take_decoder(min(rows, len(law.batch.prompts)), shared)
+    requests = [law.request(row, lockstep.needs_logits) for row in range(len(law.batch.prompts))]
+    tickets = [decoder.add(request) for request in requests]
+    totals = [StepTotals() for _ in tickets]
+    while not lockstep.finished:
+        for step in check_steps(decoder.step()):
+            row = tickets.index(step.request)
+            totals[row].add(step)
+            lockstep.feed(row, step)
+        for row in lockstep.advance():
+            decoder.cancel(tickets[row])
+    if not shared:
+        keep()  # else its texts would be those of weights that may have changed by the next call
+    return tuple(Stats.of(total, request.processors) for total, request in zip(totals, requests, strict=True))

@@ -1,0 +1,116 @@
+"""What eyas keeps for each model: the LLMs that were made for it, and a lock.
+
+They are kept by the model itself, in the attribute `_eyas`, because they refer to it: so both are freed together. Copies of the model
+(deepcopy, pickle) begin without them. Nothing else of a model is touched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from eyas import api
+from eyas.core.drafter import Drafter
+from eyas.errors import ModelError, OptionError
+
+__all__ = ["Settings", "forget", "llm_for", "lock_of"]
+
+ATTRIBUTE = "_eyas"
+MOST = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
+OF_THE_MODEL = ("target", "tokenizer", "dtype", "torch_dtype", "device", "device_map", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How drafts are made: parameters of `eyas.load`, without the target's."""
+
+    draft: Any = None
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in OF_THE_MODEL:
+            if name in self.options:
+                raise OptionError(f"{name} is the model's, which is loaded already: leave it out")
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for settings that make the same LLM."""
+        draft = self.draft if isinstance(self.draft, Drafter) or self.draft is None else str(self.draft)
+        return draft, self.method, repr(sorted(self.options.items()))
+
+
+class _Kept:
+    """The LLMs of one model, the one that served last at the end, and the lock that its calls take."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()  # by settings and weights
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # so that a saved model does not ask for eyas when it is loaded
+
+
+_creation = threading.Lock()
+
+
+def _kept(model: PreTrainedModel) -> _Kept:
+    with _creation:
+        kept = model.__dict__.get(ATTRIBUTE)
+        if not isinstance(kept, _Kept):
+            kept = model.__dict__[ATTRIBUTE] = _Kept()
+        return kept
+
+
+def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Calls for one model take turns: its forward reads features by hooks, which would see other calls' forwards, too."""
+    return _kept(model).lock
+
+
+def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
+    """The LLM of this model with these settings; made anew if the model's weights have changed since.
+
+    Raises:
+        ModelError, CheckpointError, OptionError: as `eyas.load`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"eyas drafts for causal language models of transformers, not for {type(model).__name__}")
+    if model.training:
+        raise ModelError("the model is in training mode: call model.eval() first")
+    llms = _kept(model).llms
+    key = settings.key, _weights(model)
+    if key not in llms:
+        for old in [old for old in llms if old[0] == settings.key]:
+            del llms[old]
+        llms[key] = api.load(model, settings.draft, settings.method, tokenizer=False, **settings.options)
+        while len(llms) > MOST:
+            llms.popitem(last=False)
+    llms.move_to_end(key)
+    return llms[key]
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Free what is kept for the model."""
+    with _creation:
+        model.__dict__.pop(ATTRIBUTE, None)
+
+
+def _weights(model: PreTrainedModel) -> Hashable:
+    """Changes with the model's parameters: others, moved, of another dtype, or written to (in place, except through `.data`)."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    return attention, tuple(_version(parameter) for parameter in model.parameters())
+
+
+def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
+    version = 0 if parameter.is_inference() else parameter._version
+    return id(parameter), parameter.data_ptr(), version, parameter.dtype

@@ -1,0 +1,86 @@
+"""What `model.generate` offers and eyas cannot keep: refused by name, never ignored.
+
+A setting that only says how transformers would compute (use_cache, cache_implementation "static", compile_config, prefill_chunk_size)
+changes no text, and is accepted. This module knows no decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Cache, GenerationConfig, LogitsProcessorList
+
+from eyas.errors import OptionError
+
+__all__ = ["check_call", "refused"]
+
+WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
+MODES = {
+    "beam": "num_beams: eyas decodes greedily or samples, without beams",
+    "contrastive": "penalty_alpha: eyas decodes greedily or samples, without contrastive search",
+    "dola": "dola_layers: eyas reads the logits of the last layer only",
+    "assisted": "assisted generation (assistant_model, prompt_lookup_num_tokens, use_mtp, ...): eyas drafts by itself, give it the draft",
+}
+SETTINGS = {
+    "output_attentions": "the kernels keep no attention weights",
+    "output_hidden_states": "eyas keeps no hidden states of every layer",
+    "token_healing": "the prompt would be changed before eyas sees it",
+}
+ROUNDED_CACHES = ("quantized", "offloaded", "paged")
+# Keyword arguments of the model's forward that generate prepares itself, and those that eyas reads.
+PREPARED = frozenset(
+    {"attention_mask", "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "position_ids",
+     "use_cache"}
+)  # fmt: skip
+
+
+def refused(name: str, why: str) -> OptionError:
+    """The error for an argument of generate that eyas does not serve."""
+    return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
+
+
+def check_call(config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """
+    Args:
+        config: as generate has prepared it.
+        model_kwargs: keyword arguments for the model's forward.
+        given: local variables of generate: its arguments.
+
+    Raises:
+        OptionError: something that eyas cannot keep.
+    """
+    _check_mode(config, given.get("assistant_model"))
+    for name, why in SETTINGS.items():
+        if getattr(config, name, None):
+            raise refused(name, why)
+    if config.cache_implementation in ROUNDED_CACHES:
+        raise refused(f"cache_implementation={config.cache_implementation!r}", "it keeps exact keys and values on the model's device")
+    if given.get("synced_gpus"):
+        raise refused("synced_gpus", "the model must lie whole on one device")
+    for name, value in model_kwargs.items():
+        if name not in PREPARED and value is not None:
+            raise refused(name, "it reads token ids and an attention mask only")
+    _check_cache(model_kwargs.get("past_key_values"), given)
+
+
+def _check_mode(config: GenerationConfig, assistant: Any) -> None:
+    mode = str(getattr(config.get_generation_mode(assistant), "value", ""))
+    if mode not in ("greedy_search", "sample"):
+        reason = next((text for part, text in MODES.items() if part in mode), mode)
+        raise OptionError(f"{reason}; {WAY_OUT}")
+
+
+def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
+    """OptionError for a cache that the caller has handed in."""
+    own = (given.get("kwargs") or {}).get("past_key_values")
+    filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
+    if own is not None or filled or getattr(cache, "_is_user_defined", False):
+        raise refused("past_key_values", "eyas keeps keys and values in a cache of its own")
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """OptionError for a processor that runs the model itself."""
+    for processor in processors:
+        if "ClassifierFreeGuidance" in type(processor).__name__:
+            raise refused("guidance_scale", "it runs the model a second time, on a text of its own")

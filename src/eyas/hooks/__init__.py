@@ -14,7 +14,7 @@ transformers prepares everything as always: the generation config, the processor
 replaced.
 """
 
-from eyas.hooks.attach import Attachment, attach, detach
+from eyas.hooks.attachment import Attachment, attach, detach
 from eyas.hooks.custom import CustomGenerate, hf
 from eyas.hooks.folder import generate_by_folder, write_custom_generate
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from eyas import __version__
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
-from eyas.hooks.attach import generate_with
+from eyas.hooks.attachment import generate_with
 from eyas.hooks.caller import arguments_of_generate
 from eyas.hooks.custom import hf
 

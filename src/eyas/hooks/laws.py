@@ -11,7 +11,6 @@ What the engine does itself costs nothing; a processor runs once for each node, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,31 +90,37 @@ class Law:
         )
 
     def _for_row(self, processor: Any, row: int) -> Processor:
-        """A processor that is shown one row alone, with its padding, as it would see it in the batch."""
-        rows = len(self.batch.prompts)
+        """A processor that is shown one row alone, and sees what it would see of it in the batch."""
         if type(processor) is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
-        for name in ("encoder_input_ids", "prompt_ignore_length"):
-            of_rows = getattr(processor, name, None)
-            if isinstance(of_rows, Tensor) and rows > 1:
-                processor = copy.copy(processor)
-                of_row = row * len(of_rows) // rows  # several answers may share a prompt
-                setattr(processor, name, of_rows[of_row : of_row + 1])
+        rows = len(self.batch.prompts) if _may_know_rows(processor) else 1
         hidden = self.batch.padding[row]
-        return _Padded(processor, self.batch.ids_BT[row : row + 1, :hidden]) if hidden else processor
+        if rows == 1 and not hidden:
+            return processor  # type: ignore[no-any-return]
+        return _InBatch(processor, self.batch.ids_BT[row : row + 1, :hidden], rows, row)
 
 
-class _Padded:
-    """A processor that sees the row's padding before its text."""
+class _InBatch:
+    """A processor that sees a row's text behind the row's padding; and, where it may tell rows apart, as that row of a batch whose rows
+    all hold this text."""
 
-    def __init__(self, processor: Any, padding_1T: Tensor) -> None:
+    def __init__(self, processor: Any, padding_1T: Tensor, rows: int, row: int) -> None:
         self.processor, self.padding_1T = processor, padding_1T
+        self.rows, self.row = (rows, row) if rows > 1 else (1, 0)
         self.__name__ = type(processor).__name__
 
     def __call__(self, ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
-        scores: Tensor = self.processor(torch.cat([self.padding_1T.to(ids_1T.device), ids_1T], 1), scores_1V)
-        return scores
+        ids_1T = torch.cat([self.padding_1T.to(ids_1T.device), ids_1T], 1)
+        scores_BV: Tensor = self.processor(ids_1T.repeat(self.rows, 1), scores_1V.repeat(self.rows, 1))
+        return scores_BV[self.row : self.row + 1]
+
+
+def _may_know_rows(processor: Any) -> bool:
+    """Whether a processor may treat the rows of a batch differently: those of other libraries, and three of transformers."""
+    kind = type(processor)
+    own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith("Encoder")
+    return own_row or not kind.__module__.startswith("transformers.")
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:

@@ -10,7 +10,6 @@ This module knows no model. Letters: B rows, T tokens of the widest prompt, V vo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ class Lockstep:
         if self.wants_logits:
             self.logits += (logits_BV,)
         if self.wants_scores:
-            self.scores += (self.processors(self._seen, logits_BV.clone()),)
+            self.scores += (self.processors(self._seen, logits_BV.clone()),)  # type: ignore[arg-type]
 
     def _ends(self, tokens: list[int]) -> list[bool]:
         """Which rows end with the newest column."""

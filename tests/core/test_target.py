@@ -135,12 +135,12 @@ def test_cache_commit_and_growth() -> None:
     cache = KVCache(((2, 4, 4),), 2, torch.float32, torch.device("cpu"))
     length_B = torch.tensor([3, 5])
     keys = torch.arange(2 * 6).view(2, 1, 6, 1).expand(2, 2, 6, 4).float()
-    cache.at(slice(0, 2), lambda: length_B[:, None] + torch.arange(6), 11)
+    cache.at(range(2), lambda: length_B[:, None] + torch.arange(6), 11)
     stored, _ = cache.update(keys, keys, 0)
     assert stored.shape == (2, 2, 11, 4)
     cache.commit(length_B, torch.tensor([[0, 2, 5], [0, 4, -1]]))
     cache.reserve(1000)
-    cache.at(slice(0, 2), lambda: torch.tensor([[20], [20]]), 21)
+    cache.at(range(2), lambda: torch.tensor([[20], [20]]), 21)
     stored, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
     assert stored[0, 0, 3:6, 0].tolist() == [0, 2, 5]
     assert stored[1, 0, 5:7, 0].tolist() == [6, 10]

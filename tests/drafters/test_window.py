@@ -42,12 +42,12 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
     frequency, T = rope_frequencies(SHAPE), 12
     keys, values = torch.randn(3, T, 2, 4, generator=generator), torch.randn(3, T, 2, 4, generator=generator)
     slots = torch.arange(T).expand(3, T)
-    cache.at(slice(0, 3), lambda: slots, T)
+    cache.at(range(3), lambda: slots, T)
     cache.store(keys, values, slots, frequency)
     length = torch.tensor([sink + size - 1, sink + size, T])
     trimmed = cache.trim(length, frequency)
     assert trimmed.tolist() == [sink + size - 1, sink + size, sink + size]
-    cache.at(slice(0, 3), lambda: slots[:, :1] + sink + size, sink + size)
+    cache.at(range(3), lambda: slots[:, :1] + sink + size, sink + size)
     seen_keys, seen_values = cache._stores[2, 4][0], cache._stores[2, 4][1]
     for row, kept in enumerate(([*range(sink + size - 1)], [*range(sink + size)], [*range(sink), *range(T - size, T)])):
         expected = rope(keys[row, kept][None], torch.arange(len(kept))[None], frequency)[0]

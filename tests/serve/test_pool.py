@@ -24,12 +24,27 @@ def test_sizes() -> None:
     assert sizes(10) == [1, 4, 10]
 
 
+@pytest.fixture
+def all_rows_cost(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods.llm.target.run, "skips_rows", False)
+
+
+def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods) -> None:
+    """Bug: a chat goes on in another Decoder than it began in, which has not read its prefix."""
+    assert methods.llm.target.run.skips_rows
+    pool = DecoderPool(methods, 10, 16)
+    decoders = {pool.take("vanilla", load) for load in range(1, 11)}
+    assert [len(decoder.rows) for decoder in decoders] == [10]
+
+
+@pytest.mark.usefixtures("all_rows_cost")
 def test_a_decoder_fits_the_load(methods: Methods) -> None:
     """One sequence has a Decoder of its own size; more of them share larger ones; every one finds a row up to the last."""
     pool = DecoderPool(methods, 10, 16)
     assert [rows(pool, "vanilla", load) for load in range(1, 11)] == [1, 4, 4, 4, 10, 10, 10, 10, 10, 10]
 
 
+@pytest.mark.usefixtures("all_rows_cost")
 def test_after_a_rush(methods: Methods) -> None:
     """While a large Decoder is busy, a load that fills much of it goes there; a single sequence does not: it would pay for empty rows."""
     pool = DecoderPool(methods, 16, 16)

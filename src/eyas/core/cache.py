@@ -16,6 +16,8 @@ E layers x {key, value}.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,6 +33,7 @@ Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
+SYSTEM_PAGES = 2**20  # bytes; larger tensors are made of pages of the system, see `_zeros`
 ALIGNED = 64  # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
 
 
@@ -46,14 +49,16 @@ class LayerCache:
     Compiled layers get this in place of the whole cache: it does not depend on the layer's index, so all layers share one compilation.
     """
 
-    def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int) -> None:
+    def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, some: bool = False) -> None:
         self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = key_RHSw, value_RHSw, row_R1, slot_RN, width
+        self.some = some  # the tensors hold further rows than those of the forward
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
         for store, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
             store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
-        return self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
+        key_RHWw, value_RHWw = self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
+        return (key_RHWw[self.row_R1[:, 0]], value_RHWw[self.row_R1[:, 0]]) if self.some else (key_RHWw, value_RHWw)
 
 
 class DraftLayerCache:
@@ -111,7 +116,8 @@ class KVCache(Cache):
         self._stores: dict[tuple[int, int], Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
         self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward; None: not computed yet
-        self._span, self._width = slice(0, 0), 0
+        self._rows: Sequence[int] = range(0)
+        self._width = 0
 
     def _next(self, shape: tuple[int, int]) -> int:
         self._count[shape] = self._count.get(shape, 0) + 1
@@ -123,7 +129,7 @@ class KVCache(Cache):
             return
         size = -(-slots // BUCKET) * BUCKET
         for (heads, width), entries in self._count.items():
-            store = torch.zeros(entries, self.rows, heads, size, width, dtype=self.dtype, device=self.device)
+            store = _zeros((entries, self.rows, heads, size, width), self.dtype, self.device)
             if (old := self._stores.get((heads, width))) is not None:
                 store[..., : self.slots, :] = old
             self._stores[heads, width] = store
@@ -134,18 +140,18 @@ class KVCache(Cache):
         for store in self._stores.values():
             store[:, row] = 0
 
-    def at(self, span: slice, slot_RN: Callable[[], Tensor], width: int) -> None:
+    def at(self, rows: Sequence[int], slot_RN: Callable[[], Tensor], width: int) -> None:
         """Set rows and slots of the next forward.
 
         Args:
-            span: the rows.
+            rows: a range if there may be no others between them, and else any, ascending.
             slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch stores the nodes; kernels compute the
                 slots themselves.
             width: the forward attends to slots below this, or below a somewhat larger number: see `width`.
         """
         width = self.aligned(width)
         self.reserve(width)
-        self._span, self._slots_of, self._where, self._width = span, slot_RN, None, width
+        self._rows, self._slots_of, self._where, self._width = rows, slot_RN, None, width
 
     def aligned(self, width: int) -> int:
         """The width of a forward that attends to slots below `width`: on a GPU the next multiple of ALIGNED."""
@@ -159,12 +165,15 @@ class KVCache(Cache):
         """The cache of one layer for the next forward."""
         if self._where is None:
             slot_RN = self._slots_of()
-            self._where = torch.arange(slot_RN.shape[0], device=self.device)[:, None], slot_RN
-        return LayerCache(*self.keys_values(layer), *self._where, self._width)
+            rows, device = self._rows, self.device
+            row_R = torch.arange(len(rows), device=device) if isinstance(rows, range) else torch.tensor(rows, device=device)
+            self._where = row_R[:, None], slot_RN
+        return LayerCache(*self.keys_values(layer), *self._where, self._width, not isinstance(self._rows, range))
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward."""
-        key, value = (self._stores[shape][entry, self._span] for shape, entry in self._place[layer])
+        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward; for all rows if those are not a range."""
+        span = slice(self._rows.start, self._rows.stop) if isinstance(self._rows, range) else slice(None)
+        key, value = (self._stores[shape][entry, span] for shape, entry in self._place[layer])
         return key, value
 
     def stores_of(self, layer: int) -> bool:
@@ -254,7 +263,7 @@ class WindowCache(KVCache):
         """The tensors of the cache for kernels, which store keys and values themselves; None with a window, which they do not support."""
         if self.window is not None:
             return None
-        return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._span.start)
+        return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._rows)
 
     def slots_for_kernels(self) -> DraftSlots:
         """The tensors of the cache for the GPU kernels."""
@@ -280,6 +289,18 @@ class WindowCache(KVCache):
         unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
         store[key, row_B1, :, slot_C] = rope(unrotated_BCKh, slot_C.expand(self.rows, -1), frequency_h)
         return length_B.clamp(max=sink + size)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. Large ones on a CPU are pages that the system makes when they are first written to.
+
+    `torch.zeros` writes all of them at once: room for 8,000 tokens in sixteen rows would stall every request for seconds.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < SYSTEM_PAGES:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+    return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(*shape)
 
 
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:

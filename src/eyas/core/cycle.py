@@ -89,7 +89,7 @@ class CycleRunner:
             with timer.stage("draft"):
                 draft = drafter.draft(cycle_input)
         with timer.stage("target"):
-            output = self.target.forward(draft.tokens_BN, draft.tree)
+            output = self.target.forward(draft.tokens_BN, draft.tree, cycle_input.active_rows)
         with timer.stage("verify"):
             cycle = verified(draft, output, cycle_input, self.verify, self.target.target.run.ops)
         with timer.stage("commit"):

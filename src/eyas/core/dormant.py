@@ -6,8 +6,8 @@
 
 While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a new row.
 Before the session drafts again, or when a new prompt shares a prefix with its text (`keep`), it reads the stored tokens with
-`prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once. So memory is bounded, and later
-drafts are the same as without the pause.
+`prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is
+not stored at all. So memory is bounded, no call takes long, and later drafts are the same as without the pause.
 
 A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy says; the policy is not asked about
 cycles in which all rows are plain for that reason.
@@ -147,6 +147,7 @@ class DormantSession(DraftSession):
         self.asked: Decision | None = None  # the policy's decision about the current cycle
         self.decided = self.all_off = False  # whether there is a decision; whether it is that no row wants drafts
         self.missed: list[_Missed | None] = [None] * rows
+        self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
         self.dormant_input: CycleInput | None = None  # of the current cycle, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
@@ -206,6 +207,7 @@ class DormantSession(DraftSession):
 
     def begin(self, row: int, kept: int, total: int) -> None:
         self.missed[row] = None
+        self.long_prompt[row] = total - kept > WAITING
         self.active_rows.add(row)
         if self.fallback is not None:
             self.fallback.begin(row, kept)
@@ -214,7 +216,7 @@ class DormantSession(DraftSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
         may_wait = missed is not None or self.all_off or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
-        if not may_wait or len(tokens_T) + (missed.places if missed else 0) > WAITING:
+        if not may_wait or self.long_prompt[row] or len(tokens_T) + (missed.places if missed else 0) > WAITING:
             self._catch_up(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return

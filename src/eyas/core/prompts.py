@@ -45,7 +45,7 @@ Budget = int | Literal["auto"] | None  # prompt tokens that a step reads, at mos
 
 OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
 PAUSE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
-LEAST, LARGEST = 8, 512  # tokens of such a budget
+LEAST, LARGEST = 2, 512  # tokens of such a budget
 RECENT = 0.3  # weight of the newest measurement in a moving average
 WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
 

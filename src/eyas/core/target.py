@@ -57,7 +57,7 @@ class ForwardInput:
     depth_RT: Tensor  # int64; depth of all T nodes behind them
     visible_RQT: Tensor  # bool; which of the T nodes each new node attends to
     cache: KVCache  # `KVCache.at` has been called for this forward
-    span: slice  # which rows of the cache the R rows are
+    rows: Sequence[int]  # which rows of the cache the R rows are: a range, unless rows are left out
     width: int  # upper bound of the slots in use
     feature_layers: tuple[int, ...]  # hidden states to return (`Target.tap`)
     last_only: bool  # only the logits of the last node are needed
@@ -72,12 +72,14 @@ class Runner(Protocol):
         form: weight format of the linear layers. A target with rounded weights is another target than the model.
         ops: implementation of the operations of a cycle.
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one by one.
+        skips_rows: whether a forward of some rows leaves out the others, wherever they are in the cache.
     """
 
     name: str
     form: WeightFormat
     ops: Ops
     records_cycles: bool
+    skips_rows: bool
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         """Run one forward; the keys and values of the new nodes are stored in `work.cache`."""
@@ -307,7 +309,7 @@ class TargetSession:
             T, begin = chunk_1T.shape[1], self.lengths[row]
             order_1T = torch.arange(T, device=self.target.device)[None]
             causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
-            seen = self._run(slice(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None)
+            seen = self._run(range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None)
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
@@ -319,24 +321,40 @@ class TargetSession:
         return logits_V
 
     @torch.inference_mode()
-    def forward(self, tokens_BN: Tensor, tree: Tree) -> TargetOutput:
-        """One forward over the trees of all rows. Nothing is committed."""
+    def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
+        """One forward over the trees of all rows. Nothing is committed.
+
+        `rows`: those whose output is wanted; that of other rows may be zero. (): all.
+        """
         reach = max(tree.nodes, tree.max_depth + 1)  # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
-        return self._run(slice(0, self.rows), tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
+        return self._run_some(rows, tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
 
     @torch.inference_mode()
-    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor) -> TargetOutput:
+    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, rows: Sequence[int] = ()) -> TargetOutput:
         """One forward over Q new nodes, in the slots behind the T - Q uncommitted nodes of earlier calls. Nothing is committed.
 
         Args:
             depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed tokens.
             visible_BQT: bool; which of the T nodes each new node attends to.
+            rows: as for `forward`.
         """
-        return self._run(slice(0, self.rows), tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
+        return self._run_some(rows, tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
+
+    def _run_some(self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int) -> TargetOutput:
+        """A forward of some rows, if the runner can leave the others out; their output is zero. Else of all."""
+        if not self.target.run.skips_rows or len(rows) in (0, self.rows):
+            return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
+        row_R = torch.tensor(rows)
+        output = self._run(rows, tokens_BQ[row_R], depth_BT[row_R], visible_BQT[row_R], width)
+
+        def spread(x_RQX: Tensor) -> Tensor:
+            return x_RQX.new_zeros(self.rows, *x_RQX.shape[1:]).index_copy_(0, row_R, x_RQX)
+
+        return TargetOutput(spread(output.logits_BNV), spread(output.features_BNF))
 
     def _run(
         self,
-        span: slice,
+        rows: Sequence[int],
         tokens_RQ: Tensor,
         depth_RT: Tensor,
         visible_RQT: Tensor,
@@ -345,12 +363,12 @@ class TargetSession:
         prompt: bool = False,
     ) -> TargetOutput:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
-        length_R = self.length_B[span]
-        self.cache.at(span, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
+        length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
+        self.cache.at(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         # Nodes past the context are never emitted, but the model needs a valid position for them.
         position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
         work = ForwardInput(
-            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, span, self.cache.width, self.feature_layers,
+            target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
             last_only,
             prompt,
         )  # fmt: skip
@@ -401,7 +419,7 @@ class ModelRunner:
     name, form = "model", EXACT
     threads: int | None = None
     backend = None
-    records_cycles = False
+    records_cycles, skips_rows = False, True
 
     def __init__(self, ops: Ops = REFERENCE) -> None:
         self.ops = ops

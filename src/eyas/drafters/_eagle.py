@@ -272,6 +272,8 @@ class EagleSession(DraftSession):
             if self.crop != "none" and slots + total - kept > full:
                 half = full // 2
                 self.skipped[row] = (0, total - full) if self.crop == "last" else (kept + max(0, half - slots), total - half)
+        else:
+            self.cache.reserve(slots + total - kept)  # once: growing copies what is there
 
     def end(self, row: int, kept: int = 0) -> None:
         if not kept:
@@ -295,7 +297,7 @@ class EagleSession(DraftSession):
             part, T = slice(begin - first, end - first), end - begin
             slot_1T = self.length_B[row : row + 1, None] + torch.arange(T, device=ids_T.device)
             used = self.bound[row] if self.window else begin
-            self.cache.at(slice(row, row + 1), _always(slot_1T), used + T)
+            self.cache.at(range(row, row + 1), _always(slot_1T), used + T)
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features_NF[None, part])))
             self.net.remember(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T
@@ -392,7 +394,7 @@ class EagleSession(DraftSession):
             slots: upper bound of the slots in use afterwards.
         """
         begin_B1 = self.length_B[:, None]
-        self.cache.at(slice(0, self.rows), lambda: begin_B1 + slot_BN, slots)
+        self.cache.at(range(self.rows), lambda: begin_B1 + slot_BN, slots)
         self.cache.see(self.length_B, visible_BNT)
         hidden, embeddings = self._inputs(ids_BN, hidden_BND)
         position_BN = begin_B1 + offset_BN

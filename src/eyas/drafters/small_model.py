@@ -348,7 +348,8 @@ class LanguageModelSession(DraftSession):
             if confident_BQ is not None and not confident_BQ.any():
                 return torch.full_like(parent_BQV, -torch.inf)
             depth_BT = torch.tensor(depths, device=tokens_BQ.device).expand(self.rows, -1)
-            logits_BQV = self._target_logits(self.model.extend(self._known_ids(tokens_BQ), depth_BT, visible_BQT).logits_BNV)
+            output = self.model.extend(self._known_ids(tokens_BQ), depth_BT, visible_BQT, cycle_input.active_rows)
+            logits_BQV = self._target_logits(output.logits_BNV)
             return logits_BQV if confident_BQ is None else logits_BQV.masked_fill(~confident_BQ[..., None], -torch.inf)
 
         return Growth(lambda: root_BV, lambda logits: logits, expand)
@@ -360,7 +361,7 @@ class LanguageModelSession(DraftSession):
         tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle_input.tokens_B[:, None]))
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
-        logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP).logits_BNV
+        logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP, cycle_input.active_rows).logits_BNV
         read_B = self.pending_B * cycle_input.active_B
         self.model.advance(read_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
         self.pending_B = self.pending_B - read_B

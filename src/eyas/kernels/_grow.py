@@ -62,9 +62,9 @@ class Plan:
     log_stop: float
     inverse_temperature: float
     """Of the confidences: the factor of log q."""
-    temperature_B: Tensor
+    temperature_R: Tensor
     """float32, of the target's sampling; 0: greedy."""
-    noise_BLv: Tensor | None
+    noise_RLv: Tensor | None
     """float32: the Gumbel noise of the target's draws."""
 
 
@@ -82,56 +82,75 @@ class Grown:
     drafted_parents_BX: Tensor
     drafted_value_BX: Tensor
 
+    def spread(self, row_R: Tensor, roots_B: Tensor) -> Grown:
+        """The trees of B rows: these R ones, and in the other rows the root alone."""
+        B, N = len(roots_B), self.tokens_BN.shape[1]
+        first_1N = torch.arange(N)[None] == 0
+        first_1X = torch.arange(self.drafted_value_BX.shape[1])[None] == 0
+        roots = Grown(
+            tokens_BN=roots_B[:, None].expand(B, N),
+            parents_BN=-first_1N.long().expand(B, N),
+            depth_BN=torch.zeros(B, N, dtype=torch.long),
+            score_BN=torch.zeros(B, N),
+            value_BN=torch.zeros(B, N),
+            candidate_BN=first_1N.expand(B, N),
+            mask_BNN=torch.eye(N, dtype=torch.bool).expand(B, N, N),
+            drafted_parents_BX=-first_1X.long().expand(B, -1),
+            drafted_value_BX=torch.zeros(B, first_1X.shape[1]),
+        )
+        names = [field.name for field in fields(self)]
+        return Grown(**{name: getattr(roots, name).index_copy(0, row_R, getattr(self, name)) for name in names})
+
 
 @dataclass(frozen=True)
 class Pending:
     """Tokens that the net has not read yet, and the target's features at them: each row's first `count`, before the root."""
 
-    features_BPF: Tensor  # float32; the hidden state where the net does not fuse
-    tokens_BP: Tensor  # int64
-    count_B: Tensor  # int64; 0 in empty rows
+    features_RPF: Tensor  # float32; the hidden state where the net does not fuse
+    tokens_RP: Tensor  # int64
+    count_R: Tensor  # int64
 
 
-def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, roots_B: Tensor) -> Grown:
+def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, roots_R: Tensor) -> Grown:
     """Draft EAGLE-2's tree with a one-layer net, which first reads what is pending.
 
     Args:
         forward: of the rows before that; its positions and masks are not read.
-        roots_B: int64, the roots' tokens.
+        roots_R: int64, the roots' tokens.
     """
-    B, P = pending.tokens_BP.shape
+    R, P = pending.tokens_RP.shape
     K = min(plan.branch, net.head.outputs)
     drafted = K + (plan.depth - 1) * K * K
     N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
-    tokens, parents, depth = (torch.empty(B, N, dtype=torch.long) for _ in range(3))
+    tokens, parents, depth = (torch.empty(R, N, dtype=torch.long) for _ in range(3))
     grown = Grown(
         tokens_BN=tokens,
         parents_BN=parents,
         depth_BN=depth,
-        score_BN=torch.empty(B, N),
-        value_BN=torch.empty(B, N),
-        candidate_BN=torch.empty(B, N, dtype=torch.bool),
-        mask_BNN=torch.empty(B, N, N, dtype=torch.bool),
-        drafted_parents_BX=torch.empty(B, 1 + drafted, dtype=torch.long),
-        drafted_value_BX=torch.empty(B, 1 + drafted),
+        score_BN=torch.empty(R, N),
+        value_BN=torch.empty(R, N),
+        candidate_BN=torch.empty(R, N, dtype=torch.bool),
+        mask_BNN=torch.empty(R, N, N, dtype=torch.bool),
+        drafted_parents_BX=torch.empty(R, 1 + drafted, dtype=torch.long),
+        drafted_value_BX=torch.empty(R, 1 + drafted),
     )
     rule = _records.Plan(
         *(plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop),
-        *(plan.inverse_temperature, address(plan.noise_BLv), address(plan.temperature_B)),
+        *(plan.inverse_temperature, address(plan.noise_RLv), address(plan.temperature_R)),
     )
     out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
     with layer.lock:
-        largest = replace(forward, position_RQ=forward.position_RQ.expand(B, max(P, K)))
+        largest = replace(forward, position_RQ=forward.position_RQ.expand(R, max(P, K)))
         record, cache, kept = layer._prepare(largest)
         library().eyas_grow(
             byref(net.record),
             layer._records,
             *map(byref, (layer._shape, record, cache, rule)),
-            c_void_p(address(pending.features_BPF)),
-            c_void_p(address(pending.tokens_BP)),
+            c_void_p(address(pending.features_RPF)),
+            c_void_p(address(pending.tokens_RP)),
             c_int64(P),
-            c_void_p(address(pending.count_B)),
-            c_void_p(address(roots_B)),
+            c_void_p(address(pending.count_R)),
+            c_void_p(address(roots_R)),
             byref(out),
         )
         del kept

@@ -76,8 +76,8 @@ class Pass:
     sine: Tensor
     store: Tensor
     """The cache, float32 [layers x {key, value}, B, K, slots, h]."""
-    row: int
-    """The first row of the cache that this pass reads and writes."""
+    rows: Sequence[int]
+    """The R rows of the cache that this pass reads and writes."""
 
 
 class Layers:
@@ -137,9 +137,10 @@ class Layers:
         buffers = self._work_space(R * Q, threads, score_stride)
         record = _records.Pass(R, Q, T, *(x.data_ptr() for x in tensors), score_stride, *buffers, threads)
         entry, row, head, slot, _ = store.stride()
-        keys = store.data_ptr() + 4 * forward.row * row
-        cache = _records.KVCache(keys, keys + 4 * entry, 2 * entry, row, head, slot)
-        return record, cache, tensors
+        begin_R = torch.tensor([b * row for b in forward.rows])
+        keys = store.data_ptr()
+        cache = _records.KVCache(keys, keys + 4 * entry, begin_R.data_ptr(), 2 * entry, head, slot)
+        return record, cache, (*tensors, begin_R)
 
     def _work_space(self, M: int, threads: int, score_stride: int) -> tuple[int, ...]:
         """The addresses of the buffers for a pass over M tokens, which grow as needed."""

@@ -42,7 +42,8 @@ class KVCache(ctypes.Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
-        *((name, c_int64) for name in ("layer", "row", "head", "slot")),
+        ("row", c_void_p),
+        *((name, c_int64) for name in ("layer", "head", "slot")),
     )
 
 

@@ -52,7 +52,7 @@ class CacheContents(NamedTuple):
     length_R: Tensor  # int64; slots in use before the next nodes
     visible_RNT: Tensor  # bool; which of the T nodes behind them each next node attends to
     store: Tensor  # [2, B, K, slots, h]: keys, values
-    first_row: int  # of the R rows, in the store
+    rows: Sequence[int]  # the R rows, in the store
 
 
 class DraftSlots(NamedTuple):
@@ -292,7 +292,7 @@ class FusedLayer:
         cosine, sine = self.tables(width)
         return Pass(
             contents.length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine,
-            contents.store, contents.first_row,
+            contents.store, contents.rows,
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,7 @@ class CpuRunner:
     name = "kernels"
     backend = None
     records_cycles = False
+    skips_rows = True
 
     def __init__(self, target: Target, form: WeightFormat = EXACT) -> None:
         _refuse(target)
@@ -177,7 +178,7 @@ class CpuRunner:
             near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
         return Pass(
             work.length_R.contiguous(), work.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
-            work.cache.tensor, work.span.start,
+            work.cache.tensor, work.rows,
         )  # fmt: skip
 
     def _extend(self, positions: int) -> None:

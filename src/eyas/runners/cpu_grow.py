@@ -6,6 +6,7 @@ tree level by level.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,19 @@ class Grower:
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
         """See `core.ops.TreeGrower`."""
-        pending = kernels.Pending(features_BPF.contiguous(), tokens_BP, count_B)
-        B = len(length_B)
-        noise_BLv = None
+        rows: Sequence[int] = cycle_input.active_rows or range(len(length_B))
+        row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
+
+        def of(x_BX: Tensor) -> Tensor:
+            """Without empty rows."""
+            return x_BX if row_R is None else x_BX[row_R]
+
+        pending = kernels.Pending(of(features_BPF).contiguous(), of(tokens_BP), of(count_B))
+        noise_RLv = None
         if tree.noise == "coupled" and not cycle_input.noise.all_greedy:
             vocab = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, tree.depth + 1)
-            noise_BLv = cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab)
+            noise_RLv = of(cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab))
         plan = kernels.Plan(
             depth=tree.depth,
             branch=tree.branch,
@@ -119,16 +126,18 @@ class Grower:
             rerank=tree.rerank,
             log_stop=tree.log_stop,
             inverse_temperature=1 / tree.confidence_temperature,
-            temperature_B=_temperatures(cycle_input.sampling),
-            noise_BLv=noise_BLv,
+            temperature_R=of(_temperatures(cycle_input.sampling)),
+            noise_RLv=noise_RLv,
         )
-        position_B1 = length_B[:, None]
-        cache.at(slice(0, B), lambda: position_B1, width)
-        cache.see(length_B, _one_node(B))
+        length_R = of(length_B)
+        position_R1 = length_R[:, None]
+        cache.at(rows, lambda: position_R1, width)
+        cache.see(length_R, _one_node(len(rows)))
         contents = cache.contents()
         assert contents is not None, "the kernels do not support a window"
-        attention_pass = self.layer.attention_pass(contents, position_B1, width)
-        grown = kernels.grow(self.net, self.layer.layer, plan, attention_pass, pending, cycle_input.tokens_B)
+        attention_pass = self.layer.attention_pass(contents, position_R1, width)
+        grown = kernels.grow(self.net, self.layer.layer, plan, attention_pass, pending, of(cycle_input.tokens_B))
+        grown = grown if row_R is None else grown.spread(row_R, cycle_input.tokens_B)
         drafted_tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None
         return Draft(drafted_tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)

@@ -145,6 +145,7 @@ class FusedRunner(ModelRunner):
     """Runs forwards by fused layers, without graphs."""
 
     name = "fused"
+    skips_rows = False
 
     def __init__(self, fused: FusedLayers) -> None:
         super().__init__()

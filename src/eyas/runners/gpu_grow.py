@@ -150,7 +150,7 @@ class GpuGrower:
     ) -> Tensor:
         """One forward of the net, whose kernels store keys and values in the slots of the last Q of the T nodes."""
         Q, T = visible_BQT.shape[1:]
-        cache.at(slice(0, len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width)
+        cache.at(range(len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width)
         cache.see(length_B, visible_BQT)
         return self.net(hidden_BQD, self.embed(tokens_BQ), position_BQ, cache)  # type: ignore[no-any-return]
 

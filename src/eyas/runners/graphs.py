@@ -216,6 +216,7 @@ class GraphRunner:
     form = EXACT
     threads: int | None = None
     records_cycles = True
+    skips_rows = False
 
     def __init__(
         self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: FusedLayers | None = None,
@@ -258,7 +259,7 @@ class GraphRunner:
             return self._run(work)
         width = -(-work.width // BUCKET) * BUCKET
         work.cache.reserve(width)
-        key = (R, Q, T, width, work.span.start, work.feature_layers, work.cache.addresses)
+        key = (R, Q, T, width, work.rows, work.feature_layers, work.cache.addresses)
         if key not in self._graphs:
             self._graphs[key] = self._captured(replace(work, width=width))
             if len(self._graphs) > MOST:
@@ -287,7 +288,7 @@ class GraphRunner:
         if self.fused is not None:
             work.cache.reserve(work.width)
             return self.fused(work)
-        work.cache.at(work.span, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
+        work.cache.at(work.rows, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
         with packed(self.target.family.layers):
             if self.compiled is None:
                 return self.model_runner(work)

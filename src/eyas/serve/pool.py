@@ -1,8 +1,9 @@
-"""The Decoders of the engine thread: one for each drafting method and number of rows in use.
+"""The Decoders of the engine thread: one for each drafting method, and for each number of rows in use where empty rows cost time.
 
-Every row of a Decoder costs time in each cycle, also when it is empty: with the embedded model one text in a Decoder of 16 rows is a
-quarter as fast as in one of a single row. So Decoders are opened in several sizes, and a sequence enters the smallest one that has
-room for all that is to be decoded. All of them share the target's and the heads' weights; their caches grow with what they decode.
+Most runners leave empty rows out of a forward (`Runner.skips_rows`); then one Decoder of a method has all rows, and prompts find their
+prefixes in any of them. A recorded cycle computes every row, full or empty. Then Decoders are opened in several sizes, and a sequence
+enters the smallest one that has room for all that is to be decoded. All of them share the target's and the heads' weights; their caches
+grow with what they decode.
 
 This module knows no queue and no client.
 """
@@ -33,6 +34,7 @@ class DecoderPool:
     def __init__(self, methods: Methods, rows: int, prefill_budget: Budget) -> None:
         self.methods = methods
         self.rows = rows
+        self.sizes = [rows] if methods.llm.target.run.skips_rows else sizes(rows)
         self.prefill_budget = prefill_budget
         self._decoders: dict[tuple[str, int], Decoder] = {}  # by method and rows, the least recently used first
         self._taken = Counter[Decoder]()  # rows of each that are taken
@@ -59,7 +61,7 @@ class DecoderPool:
 
     def _size(self, method: str, load: int) -> int:
         """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken if the load fills much of it."""
-        enough = [size for size in sizes(self.rows) if size >= min(load, self.rows) and self._has_room(method, size)]
+        enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(method, size)]
         busy = [size for size in enough if size < GROWTH * load and self._is_busy(method, size)]
         return min(busy or enough)
 

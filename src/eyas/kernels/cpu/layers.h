@@ -20,7 +20,7 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
                   group_heads = s.heads / s.kv_heads;
     for (int64_t q = 0; q < p.queries; q++) {
         const int64_t m = r * p.queries + q, slot = p.length[r] + p.nodes - p.queries + q,
-                      offset = r * c.row + k * c.head + slot * c.slot;
+                      offset = c.row[r] + k * c.head + slot * c.slot;
         const float *cosine = p.cosine + p.position[m] * h, *sine = p.sine + p.position[m] * h;
         for (int64_t i = 0; i <= group_heads; i++) {
             float* x =
@@ -262,8 +262,8 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
         if (layer.window && p.position[r * p.queries + first] >= layer.window)
             begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
-        const float *keys = c.keys + r * c.row + k * c.head,
-                    *values = c.values + r * c.row + k * c.head;
+        const float *keys = c.keys + c.row[r] + k * c.head,
+                    *values = c.values + c.row[r] + k * c.head;
         QueryGroup<CHUNKS>{s,
                            p,
                            keys,

@@ -26,9 +26,10 @@ struct Shape {
     float scale;  // of the attention scores
 };
 
-struct KVCache {                     // the cache's rows from this pass's first one on
-    float *keys, *values;            // of layer 0; [layer, R, K, slot, h]
-    int64_t layer, row, head, slot;  // strides in floats
+struct KVCache {
+    float *keys, *values;        // of layer 0; [layer, row, K, slot, h]
+    const int64_t* row;          // [R]: where each row of the pass begins, in floats
+    int64_t layer, head, slot;   // strides in floats
 };
 
 struct Pass {

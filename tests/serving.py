@@ -103,7 +103,7 @@ def running(llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ..
     service = Service(llm, Settings(**{"name": "tiny", "max_tokens": 512, **settings}))
     config = uvicorn.Config(make_app(service, keys, origins), access_log=False, log_config=None, timeout_graceful_shutdown=1)
     server = Server(config, service, drain_seconds=30)
-    with socket.socket() as listening:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listening:  # for another protocol asyncio waits for more to send
         listening.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
         thread.start()

@@ -162,6 +162,7 @@ def test_metrics_under_the_names_of_vllm(server: Running) -> None:
     assert grown("vllm:time_to_first_token_seconds_count") == 1
     assert grown("vllm:e2e_request_latency_seconds_count") == 1
     assert after['vllm:num_requests_running{model_name="tiny"}'] == 0
+    assert after['vllm:kv_cache_usage_perc{model_name="tiny"}'] == 0
     assert not any("_created" in name for name in after)
 
 

@@ -38,6 +38,9 @@ class ServeOptions:
     """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
     cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
     """Let web pages of this origin use the server; may be given several times."""
+    allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()
+    """Answer to this name in a request's Host header; may be given several times. Default: any, but only
+    this machine's own names where the server listens to this machine alone and needs no key."""
     json_logs: Annotated[bool, "Server"] = False
     """Log one JSON object a line."""
     rows: Annotated[PositiveInt, "Limits", "N"] = 8
@@ -61,6 +64,7 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
     """Serve a model to clients of OpenAI's interface."""
     need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from eyas.serve.app import make_app
+    from eyas.serve.hosts import allowed_hosts
     from eyas.serve.server import bound, serve
     from eyas.serve.service import Service
 
@@ -72,7 +76,8 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
         note_no_head(llm, model, draft)
         service = Service(llm, settings_of(server, llm))
         service.warm_up()
-        app = make_app(service, keys, server.cors_origin)
+        hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
+        app = make_app(service, keys, server.cors_origin, hosts)
         serve(app, service, listening, drain_seconds=server.drain, json_logs=server.json_logs)
     return 0
 

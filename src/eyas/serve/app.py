@@ -15,6 +15,7 @@ from eyas.serve import chat, completions, errors, info, responses, tokens
 from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import body_of
+from eyas.serve.hosts import HostCheck
 from eyas.serve.limits import BodyLimit
 from eyas.serve.page.routes import router as page_router
 from eyas.serve.protocol.chat import ChatBody
@@ -26,12 +27,13 @@ from eyas.serve.service import Service
 __all__ = ["make_app"]
 
 
-def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
+def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()) -> FastAPI:
     """The application.
 
     Args:
         keys: one of them is needed, if there are any.
         origins: of web pages that may use the server from a browser.
+        hosts: names by which the server answers; (): any.
     """
 
     @asynccontextmanager
@@ -50,6 +52,7 @@ def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] 
         redoc_url=None,
         middleware=[
             Middleware(AccessLog),
+            Middleware(HostCheck, names=hosts),
             *([Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])] if origins else []),
             Middleware(KeyCheck, keys=keys),
             Middleware(BodyLimit, most=service.settings.max_body_bytes),

@@ -74,7 +74,7 @@ class Engine:
         self._next_look = 0.0
         self._cycle_seconds: dict[Decoder, float] = {}  # of each Decoder's last cycle, 0 while no row of it runs
         self._loop: asyncio.AbstractEventLoop | None = None
-        metrics.watch(lambda: self.load)
+        metrics.watch(lambda: self.load, settings.rows)
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
 
     # --- called by the event loop and its workers ---

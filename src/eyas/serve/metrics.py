@@ -81,12 +81,14 @@ class Metrics:
     def _histogram(self, name: str, help: str) -> Histogram:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
-    def watch(self, load: Callable[[], tuple[int, int]]) -> None:
-        """Let two gauges show the sequences in flight and those that wait."""
+    def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
+        """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
         running = Gauge("vllm:num_requests_running", "Sequences in flight.", ["model_name"], registry=self.registry)
         running.labels(**self._label).set_function(lambda: load()[0])
         waiting = Gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", ["model_name"], registry=self.registry)
         waiting.labels(**self._label).set_function(lambda: load()[1])
+        used = Gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", ["model_name"], registry=self.registry)
+        used.labels(**self._label).set_function(lambda: load()[0] / rows)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""

@@ -260,7 +260,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or although no row runs."""
     Clock.widths = []
     hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
-    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, 2), (9.0, 512)):
+    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, LEAST), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
         decoder.add(Request(tuple(range(100)), 100))
@@ -271,6 +271,21 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
         done = [step for step in decoder.step() if step.prefill]
         read = 400 if done else next(iter(decoder.prompts.reading.values())).read
         assert read == pytest.approx(min(expected, 400), abs=1)
+    hook.remove()
+
+
+def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
+    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer begins late."""
+    Clock.widths = []
+    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    Clock.token, Clock.cycle = 0.001, 0.02
+    decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto", timer=Clock)
+    decoder.add(Request(tuple(range(100)), 100))
+    for _ in range(20):
+        decoder.step()
+    for count in (1, 2, 3, 3):  # the last one finds no empty row
+        decoder.add(Request(tuple(range(100)) * 4, 1))
+        assert decoder.prompts.tokens_per_step == pytest.approx(30 * count, abs=1)
     hook.remove()
 
 

@@ -9,7 +9,8 @@ With a budget, a step of the decoder reads at most so many prompt tokens before 
 
 **Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many tokens that reading them takes about
 `PAUSE` times as long as a cycle takes at present: then the time between two tokens of a running row grows by that factor at most, whether
-the cycles are those of one row or of sixteen. While no row runs, chunks are large.
+the cycles are those of one row or of sixteen. With several prompts it is so much for each: if they only shared the time of one, rows would
+stay empty while prompts queue, and everybody would wait longer. While no row runs, chunks are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the oldest one is. So a short prompt
 does not wait for a long one, and a long one gets at least 1 / `OLDEST_EVERY` of the budget however many shorter ones come.
@@ -45,7 +46,7 @@ Budget = int | Literal["auto"] | None  # prompt tokens that a step reads, at mos
 
 OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
 PAUSE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
-LEAST, LARGEST = 2, 512  # tokens of such a budget
+LEAST, LARGEST = 4, 512  # tokens of such a budget
 RECENT = 0.3  # weight of the newest measurement in a moving average
 WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
 
@@ -143,13 +144,14 @@ class PromptReader:
         """The budget of the coming step; None: whole prompts."""
         if self.budget != "auto":
             return self.budget
-        alone = self.target.rows == len(self.empty) + len(self.reading)  # no row of this decoder runs
-        seconds = self.beside_seconds + (0.0 if alone else self._cycle_seconds)
-        if alone and not seconds:
+        running = self.target.rows - len(self.empty) - len(self.reading)
+        seconds = self.beside_seconds + (self._cycle_seconds if running else 0.0)
+        if not seconds:
             return LARGEST
         if not self._token_seconds:
             return LEAST
-        return max(LEAST, min(LARGEST, int(PAUSE * seconds / self._token_seconds)))
+        prompts = max(1, len(self.reading) + min(len(self.waiting), len(self.empty)))
+        return max(LEAST, min(LARGEST, int(prompts * PAUSE * seconds / self._token_seconds)))
 
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.

@@ -33,6 +33,7 @@ from eyas.arguments import (
     plain_number,
     whole_number,
     with_generate_keywords,
+    with_objects,
 )
 from eyas.core.constraints import Constraint
 from eyas.core.dormant import Policy, adapted
@@ -43,7 +44,7 @@ from eyas.core.requests import TokenLogprobs, check_steps
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
-from eyas.errors import InputError, ModelError, OptionError, UnknownOptionError, near
+from eyas.errors import CheckpointError, InputError, ModelError, OptionError, UnknownOptionError, near
 from eyas.grammar import Grammars, structure_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings, encode, encode_part, render
@@ -52,6 +53,7 @@ __all__ = ["LLM", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "check
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
+AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head
 SHOWN = 60  # characters of a text that a repr shows
 
@@ -171,12 +173,13 @@ def load(
     Args:
         target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded
             model with its own head.
-        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none.
+        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none. "auto": the first head
+            that is listed for this target and can be read (docs/checkpoints.md); a warning says which.
         method: a name from `eyas methods` or a dotted path. None: the method that the head was made
             for; `suffix` without a head.
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
-        tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none, for a loaded model.
+        tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own
@@ -203,8 +206,8 @@ def load(
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
     if target is None:
-        method = method or (tiny.BEST if draft is None else None)
-        if draft is None and method is not None:
+        method = method or (tiny.BEST if draft in (None, AUTO) else None)
+        if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).reads)
     loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code)
     loaded_target = runners.prepared(
@@ -215,7 +218,10 @@ def load(
         activations=activations,
         draft_weights=draft_weights,
     )
-    drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
+    if isinstance(draft, str) and draft == AUTO:
+        draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)
+    else:
+        drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     runners.warm_up(drafter)
     policy = auto(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
@@ -225,8 +231,6 @@ def _load_target(
     source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
-    if tokenizer is False and isinstance(source, PreTrainedModel):
-        return Target(source, source.name_or_path or type(source).__name__), None
     if source is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
@@ -244,15 +248,15 @@ def _load_target(
     return Target.load(source, dtype, device, trust_remote_code), loaded_tokenizer
 
 
-def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that the caller names; ModelError where there is none."""
+def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the caller names; None for False. ModelError where there is none."""
+    if source is False:
+        return None
     if isinstance(source, PreTrainedTokenizerBase):
         return source
     if not isinstance(source, str | Path):
         raise ModelError(f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}")
-    tokenizer = read_tokenizer(source, trust_remote_code, required=True)
-    assert tokenizer is not None
-    return tokenizer
+    return read_tokenizer(source, trust_remote_code, required=True)
 
 
 def _load_drafter(
@@ -284,6 +288,30 @@ def _load_drafter(
     )
     _warn_about_head(drafter, draft, target)
     return drafter if second is None else Merged(drafter, _build(second, None, target, second_options))
+
+
+def _listed_drafter(target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None) -> tuple[str | None, Drafter]:
+    """(hub id, drafter) of the first listed head for this target that can be read; the default without a head where none is listed.
+
+    Raises:
+        CheckpointError: heads are listed, and none of them can be fetched and read.
+    """
+    reads = None if method is None else drafters.find(method).reads
+    heads = [head for head in checkpoints.listed_heads(target.name) if reads in (None, head.method)]
+    failures = list[CheckpointError]()
+    for head in heads:
+        try:
+            drafter = _load_drafter(target, head.head, method, options, draft_with)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        warnings.warn(f"draft auto: took {head.head}, which {head.source} lists for {head.target}", stacklevel=3)
+        return head.head, drafter
+    if failures:
+        rest = f" (and {len(failures) - 1} more listed heads fail)" if len(failures) > 1 else ""
+        raise CheckpointError(f"draft auto: {failures[0]}{rest}") from failures[0]
+    warnings.warn(f"draft auto: no head is listed for {target.name}; took {method or WITHOUT_HEAD}, which needs none", stacklevel=3)
+    return None, _load_drafter(target, None, method, options, draft_with)
 
 
 def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
@@ -425,6 +453,8 @@ class LLM:
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
+            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); keywords go before its fields.
+            generation_config: `GenerationConfig` of transformers, instead.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
             temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
@@ -457,7 +487,10 @@ class LLM:
             InputError, FitError, OptionError: before anything is decoded.
         """
         prompts, single = as_prompts(prompt)
-        n, asked = whole_number("n", n), generate_keywords(keywords)
+        keywords = with_objects(keywords)
+        n = whole_number("n", keywords.pop("n", 1) if n == 1 else n)
+        keywords.pop("n", None)
+        asked = generate_keywords(keywords)
         seeds = [{**keywords, "seed": (int(asked["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
         answers = [_Answer(*self.request(one, system=system, **each)) for one in prompts for each in seeds]
         results = dict(self._answer_each(answers, batch_size, reuse=n > 1))

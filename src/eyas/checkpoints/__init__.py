@@ -7,6 +7,7 @@ with `expect`.
 """
 
 from eyas.checkpoints._export import export, export_formats
+from eyas.checkpoints._listed import ListedHead, listed_heads
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
-__all__ = ["ExportTarget", "Format", "Weights", "expect", "export", "export_formats", "load", "save"]
+__all__ = ["ExportTarget", "Format", "ListedHead", "Weights", "expect", "export", "export_formats", "listed_heads", "load", "save"]

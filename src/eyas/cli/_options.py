@@ -106,8 +106,8 @@ DRAFT_WEIGHTS = Annotated[
 class DraftOptions:
     """The draft head and the method."""
 
-    draft: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """The draft head: a folder or a hub id."""
+    draft: Annotated[str | None, "Model", "PATH|HUB|auto"] = None
+    """The draft head: a folder or a hub id. auto: the one that is listed for the target (docs/checkpoints.md)."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
     head, suffix."""

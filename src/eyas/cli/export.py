@@ -40,6 +40,8 @@ class ExportOptions:
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: its name goes into the head where the format has one; its embeddings are read where the head's have to be
     compared or changed. "embedded" is the embedded model. Default: the name that the head's record has."""
+    generate_hook: Annotated[bool, "Output"] = False
+    """Also write custom_generate/, by which generate of transformers decodes with this head: docs/transformers.md."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     as_json: AS_JSON = False
@@ -57,6 +59,10 @@ def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
 
     weights = checkpoints.load(head)
     lines = checkpoints.export(weights, job.format, job.output, _target(head, job))
+    if job.generate_hook:
+        from eyas.hooks import write_custom_generate
+
+        write_custom_generate(job.output)
     if job.as_json:
         print(json.dumps({"head": weights.source, "method": weights.method, "format": job.format, "output": job.output, "usage": lines}))
         return

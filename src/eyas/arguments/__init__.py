@@ -2,7 +2,7 @@
 
 Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
 numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
-exactly the same here. Everything else is an EyasError of one line that says what to write instead.
+exactly the same here, also in one object (`_objects`). Everything else is an EyasError of one line that says what to write instead.
 This module knows no model, no tokenizer and no decoding.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from eyas.arguments._objects import SYNONYMS, with_objects
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
@@ -36,6 +37,7 @@ __all__ = [
     "plain_number",
     "whole_number",
     "with_generate_keywords",
+    "with_objects",
 ]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -71,6 +73,8 @@ class GenerateKeywords(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
+    generation_config: Any  # of transformers
+    sampling_params: Any  # of vLLM, or the dict of SGLang
 
 
 DEFAULTS: dict[str, Any] = {
@@ -83,13 +87,6 @@ DEFAULTS: dict[str, Any] = {
     "raw": False,
 }
 
-# Keywords of other libraries that mean the same as one of ours.
-SYNONYMS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-}
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (None, 1),
@@ -105,7 +102,6 @@ INSTEAD = {
     "use_cache": "eyas always keeps keys and values",
     "return_dict_in_generate": "generate returns a Result with text, token_ids and stats",
     "streamer": "iterate over llm.stream(prompt)",
-    "generation_config": "write its values as keywords, for example temperature=0.7",
     "stopping_criteria": "write stop=[...] for strings, or break out of llm.stream",
     "eos_token_id": "the model's own ids end an answer; stop_token_ids adds others, and ignore_eos=True goes on past the model's own",
     "top_logprobs": "logprobs=5 lists the 5 most probable tokens beside each one, logprobs=0 none",
@@ -208,6 +204,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
         OptionError: a value that cannot be, or a keyword of another library that has no equal here.
         InputError: an unknown keyword.
     """
+    given = with_objects(given)
     keywords = {name: value for name, value in given.items() if value is not None or name not in DEFAULTS}
     for name, ours in SYNONYMS.items():
         if name in keywords:

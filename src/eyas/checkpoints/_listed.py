@@ -1,0 +1,53 @@
+"""The list of published heads, `heads.json`: for a target, hub ids of heads that others have published, with the source of each entry.
+
+It is data that was read on the day that it names; nothing is asked for here. Heads of one target stand in the order in which `draft="auto"`
+tries them: those of a method's authors, then those whose format leaves nothing open, then others.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["ListedHead", "listed_heads"]
+
+FILE = Path(__file__).with_name("heads.json")
+IN_CACHE = "models--"  # the hub's client keeps owner/name in a folder models--owner--name
+
+
+@dataclass(frozen=True)
+class ListedHead:
+    """A published head."""
+
+    target: str  # hub id of the model that it was made for
+    head: str  # hub id
+    method: str  # by which it drafts
+    source: str  # who lists it
+
+
+@cache
+def _read() -> tuple[ListedHead, ...]:
+    content = json.loads(FILE.read_text("utf-8"))
+    return tuple(ListedHead(**{**entry, "source": content["sources"][entry["source"]]}) for entry in content["heads"])
+
+
+def listed_heads(target: str | None = None) -> list[ListedHead]:
+    """The heads for a target, in the order in which they are tried; None: all.
+
+    Args:
+        target: a hub id, or a folder: of the hub's cache, or one that is called like the model.
+    """
+    if target is None:
+        return list(_read())
+    names = _names(target)
+    return [head for head in _read() if head.target.lower() in names]
+
+
+def _names(target: str) -> set[str]:
+    """What a target may be called, in lower case: its id; for a folder the id that it has in the hub's cache, or those that end as it."""
+    folder, known = Path(target), {head.target.lower() for head in _read()}
+    cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
+    alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]
+    return {name.lower() for name in (target, *cached)} | set(alike)

@@ -1,0 +1,131 @@
+"""The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to a drafting model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import eyas
+import hub
+import processes
+import zoo
+from eyas import checkpoints, drafters, hooks
+from eyas.checkpoints import _listed
+from eyas.core.drafter import build_options
+from eyas.core.target import Target
+from eyas.drafters import find
+from eyas.errors import CheckpointError
+
+
+def test_every_entry_is_whole() -> None:
+    """Guards against an entry without a source, an id that is none, a method that does not exist, and one head listed twice."""
+    content, heads = json.loads(_listed.FILE.read_text()), checkpoints.listed_heads()
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", content["read"])
+    assert {entry["source"] for entry in content["heads"]} == set(content["sources"])
+    for head in heads:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.target)
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.head)
+        assert head.source.startswith("https://")
+        assert any(find(name).reads == head.method for name in drafters.names())
+    assert len({(head.target, head.head) for head in heads}) == len(heads) > 40
+
+
+def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of the hub's cache, and one that is called like a model, are that model; part of a name is not."""
+    wanted = checkpoints.listed_heads("Qwen/Qwen3-8B")
+    assert [head.target for head in wanted] == ["Qwen/Qwen3-8B"] * len(wanted) != []
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / hub.COMMIT
+    (tmp_path / "qwen3-8b").mkdir()
+    for name in ("qwen/qwen3-8b", str(snapshot), str(tmp_path / "qwen3-8b")):
+        assert checkpoints.listed_heads(name) == wanted
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "listed_heads" in block), {})
+    assert capsys.readouterr().out.count("https://") == len(wanted)
+    for name in ("Qwen3-8B", "Qwen/Qwen3-8", str(tmp_path / "nothing" / "Qwen3-8B"), "", "embedded"):
+        assert checkpoints.listed_heads(name) == []
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """A target that is called Qwen/Qwen3-8B on the stand-in, and two of the heads that are listed for it; one of them is damaged."""
+    model, method = zoo.tiny("qwen3"), find("eagle1")
+    model.save_pretrained(tmp_path / "target")
+    listed = [head.head for head in checkpoints.listed_heads("Qwen/Qwen3-8B")]
+    head = method.random(Target(model), build_options(method.Options, {}), 0)
+    for name in ("good", "damaged"):
+        checkpoints.save(head.weights(), tmp_path / name)
+        hooks.write_custom_generate(tmp_path / name)
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
+    return {"Qwen/Qwen3-8B": tmp_path / "target", listed[0]: tmp_path / "damaged", listed[1]: tmp_path / "good"}
+
+
+PROGRAM = """
+    import warnings
+    import torch, transformers
+    import eyas
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        llm = eyas.load("Qwen/Qwen3-8B", draft="auto", tokenizer=False, tree="fixed")
+    print([str(one.message) for one in told if "draft auto" in str(one.message)])
+    print(llm.draft_name, llm.method)
+    model = transformers.AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B").eval()
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7]])
+    by_name = model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=llm.draft_name, trust_remote_code=True, tree="fixed")
+    own = model.generate(ids, max_new_tokens=8, do_sample=False)
+    print(torch.equal(by_name, own), llm.generate(ids, max_new_tokens=8, raw=True)[0].token_ids == tuple(own[0, 6:].tolist()))
+    print([kept.draft_name for kept in model._eyas.llms.values()])
+"""
+
+
+@pytest.mark.slow
+def test_from_the_hub(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Target, list, head and `custom_generate` by hub ids alone. The first listed head is damaged: the second one is taken, and said."""
+    wanted = list(folders)[2]
+    with hub.local_hub(folders) as (address, asked):
+        online = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = processes.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=processes.environment(**online))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, taken, equal, kept = done.stdout.splitlines()
+    assert f"draft auto: took {wanted}" in told
+    assert taken == f"{wanted} eagle2"
+    assert equal == "True True"
+    assert kept == f"['{wanted}']"
+    assert any(path.endswith("custom_generate/generate.py") for path in asked)
+
+
+@pytest.fixture
+def listed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
+    """The same with the hub's client replaced."""
+
+    def snapshot(hub_id: str, **more: object) -> str:
+        if hub_id not in folders:
+            raise OSError("not there")
+        return str(folders[hub_id])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    return folders
+
+
+def test_what_is_taken_is_said(listed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listed, nothing readable, a method that none of the heads is for: never another draft without a word."""
+    model = zoo.tiny("qwen3")
+    with pytest.warns(UserWarning, match="draft auto: no head is listed for Qwen3ForCausalLM; took suffix"):
+        assert eyas.load(model, draft="auto", tokenizer=False).method == "suffix"
+    model.config._name_or_path = "Qwen/Qwen3-8B"
+    model.name_or_path = "Qwen/Qwen3-8B"
+    with pytest.warns(UserWarning, match=r"draft auto: took \S+, which https://\S+ .*lists for Qwen/Qwen3-8B"):
+        llm = eyas.load(model, draft="auto", tokenizer=False)
+    assert llm.draft_name == list(listed)[2]
+    with pytest.warns(UserWarning, match="took prompt_lookup"):
+        assert eyas.load(model, draft="auto", method="prompt_lookup", tokenizer=False).draft_name is None
+    listed[list(listed)[2]] = listed[list(listed)[1]]
+    with pytest.raises(CheckpointError, match=r"draft auto: .*\(and \d more listed heads fail\)") as caught:
+        eyas.load(model, draft="auto", tokenizer=False)
+    assert "\n" not in str(caught.value)

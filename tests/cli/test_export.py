@@ -17,12 +17,13 @@ Run = Callable[..., Any]
 
 def test_an_export_drafts_in_eyas_too(run: Run, answer: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Bugs: the folder is another one than it says; its head is not read; the line for the engine lacks the folder or the target."""
-    result = run("export", "head", "--format", "sglang", "--output", tmp_path / "out", "--target", "llama", "--json")
+    result = run("export", "head", "--format", "sglang", "--output", tmp_path / "out", "--target", "llama", "--generate-hook", "--json")
     assert result.exit_code == 0, (result.output, result.exception)
     told = json.loads(result.stdout.strip().splitlines()[-1])
     assert (told["method"], told["format"], told["output"]) == ("eagle1", "sglang", str(tmp_path / "out"))
     assert "llama --speculative-algorithm EAGLE " in told["usage"][0]
     assert str(tmp_path / "out") in told["usage"][0]
+    assert sorted(file.name for file in (tmp_path / "out" / "custom_generate").iterdir()) == ["generate.py", "requirements.txt"]
     one, other = (answer("--draft", head, "--tree.nodes", 9, "--prompt-ids", "5,9,100") for head in ("head", tmp_path / "out"))
     assert (one["token_ids"], one["accepted_lengths"]) == (other["token_ids"], other["accepted_lengths"])
 

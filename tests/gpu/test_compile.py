@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 STRIDES = "q_r q_n q_h k_r k_k k_s v_r v_k v_s"
+FLOATS = ("scale", "eps", "sharpness", "log_stop", "temperature", "rest", "min_p")
 MOST_SHARED = 99 * 1024  # bytes that a block may have on the smallest of these GPUs
 
 
@@ -78,13 +79,26 @@ KERNELS = {
         "_cycle_kernels", "_draw_merge_kernel",
         {"best": "*fp64", "token": I64, "broken": "*i32", "drawn": I64, "is_broken": "*u8"}, "parts", {"BLOCK": 64}, 1,
     ),
-    "path": Kernel(
-        "_cycle_kernels", "_follow_kernel",
-        dict.fromkeys(["tokens", "parents", "draw", "path", "path_tokens", "length", "bonus"], I64) | {"candidate": "*u8"}, "N P",
-        {"BLOCK": 64}, 1,
+    "paths": Kernel(
+        "_cycle_kernels", "_choose_kernel",
+        {"best": "*fp64", "token": I64, "broken": "*i32", "candidate": "*u8"} | dict.fromkeys(["tokens", "parents", "columns"], I64),
+        "N P parts", {"BLOCK": 64, "BLOCK_P": 16},
+    ),
+    "paths by lot": Kernel(
+        "_cycle_kernels", "_given_path_kernel",
+        dict.fromkeys(["tokens", "parents", "depth", "position", "bonus", "broken", "columns"], I64) | {"candidate": "*u8", "rates": "*fp64"},
+        "N P seed stride", {"BLOCK": 64}, 1,
+    ),
+    "filters": Kernel(
+        "_score_kernels", "_filter_kernel", {"logits": BF16, "scores": F32}, "V top_k",
+        {"TOP_K": True, "TOP_P": True, "MIN_P": True, "BITS": 16, "BLOCK": 2048}, 8,
+    ),
+    "filters of float32": Kernel(
+        "_score_kernels", "_filter_kernel", {"logits": F32, "scores": F32}, "V top_k",
+        {"TOP_K": True, "TOP_P": True, "MIN_P": True, "BITS": 32, "BLOCK": 2048}, 8,
     ),
     "commit": Kernel(
-        "_cycle_kernels", "_commit_kernel", {"store": BF16, "length": I64, "path": I64}, "P s_e s_b s_k s_s",
+        "_cycle_kernels", "_commit_kernel", {"store": BF16, "length": I64, "path": I64}, "P p_b s_e s_b s_k s_s",
         {"WIDTH": 128, "BLOCK": 128}, 1,
     ),
     "children, parts": Kernel(
@@ -131,7 +145,7 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
     if name == "rounding" and capability < 89:
         pytest.skip("no fp8")
     function = getattr(import_module(f"eyas.gpu.{kernel.module}"), kernel.name)
-    names, floats = function.arg_names, dict.fromkeys(["scale", "eps", "sharpness", "log_stop"], "fp32")
+    names, floats = function.arg_names, dict.fromkeys(FLOATS, "fp32")
     types = floats | kernel.pointers | dict.fromkeys(kernel.scalars.split(), "i32") | dict.fromkeys(kernel.constants, "constexpr")
     aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in STRIDES.split())]
     source = ASTSource(

@@ -2,7 +2,7 @@
 
 Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes are accepted is drawn at random: a draft
 token at depth d is accepted with rate a_d, given that all before it were, along the path to the deepest one: a tree of depth n emits
-1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle. The text is not the target's, and every report says so.
+1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle, the last of them the bonus that verification found. The text is not the target's, and every report says so.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eyas import gpu
 from eyas.core.engine import Verify
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, Verdict
+from eyas.core.tree import Draft, Verdict, verdict_of_columns
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
@@ -66,8 +67,13 @@ class _Simulated:
         return self._rates_P[device, depth]
 
     def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
-        broken_B = verify(draft, scores_BNV, position_B, noise, ops).broken_B  # its time counts, what it accepts does not
+        real = verify(draft, scores_BNV, position_B, noise, ops)  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
+        if real.columns_BX is not None and real.broken_B is not None:  # verified by GPU kernels, which do this too
+            return verdict_of_columns(gpu.given_path(
+                draft.tokens_BN, tree.parents_BN, tree.candidate_BN, tree.depth_BN, position_B, real.bonus_B, real.broken_B,
+                self._rates(P - 1, device), self.seed, _STRIDE,
+            ))  # fmt: skip
         uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
         passes_BD = uniform.accepts(self._rates(P - 1, device), key_B, torch.arange(P - 1, device=device))
@@ -80,6 +86,4 @@ class _Simulated:
         path_BP = empty_BP.scatter(1, torch.where(on_path_BN, tree.depth_BN, P), order_BN)[:, :P]
         length_B = on_path_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
-        last_B11 = path_BP.gather(1, length_B[:, None] - 1)[..., None]
-        bonus_B = scores_BNV.gather(1, last_B11.expand(-1, -1, scores_BNV.shape[-1]))[:, 0].argmax(-1)
-        return Verdict(path_BP, tokens_BP, length_B, bonus_B, broken_B)
+        return Verdict(path_BP, tokens_BP, length_B, real.bonus_B, real.broken_B)

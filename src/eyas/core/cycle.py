@@ -31,7 +31,7 @@ class Cycle:
 
     draft: Draft
     output: TargetOutput
-    scores_BNV: Tensor
+    scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
     verdict: Verdict
     columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
     failures: Failures  # nodes without a distribution
@@ -101,7 +101,7 @@ class CycleRunner:
 
 def verified(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
     """The cycle's result from the output of its forward; nothing is committed."""
-    scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input)
+    scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
     width = cycle_input.logprobs
     logprobs_BPX = None if width is None else path_logprobs(output.logits_BNV, verdict, width)
@@ -110,6 +110,8 @@ def verified(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify
 
 def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
     """int64 [B, 3 + 2 P]: see `Cycle.columns_BX`."""
+    if verdict.columns_BX is not None:
+        return verdict.columns_BX
     nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.broken_B is None else verdict.broken_B
     head = [verdict.length_B[:, None], verdict.bonus_B[:, None], nan_B[:, None].long()]
     return torch.cat([*head, verdict.tokens_BP, verdict.path_BP], 1)

@@ -122,7 +122,7 @@ class Decoder:
         self.drafter.observe(steps)
         self.prompts.observe(steps[0].seconds)
         if self.watch is not None:
-            self.watch(roots, cycle.draft, cycle.scores_BNV, cycle.verdict)
+            self.watch(roots, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
         return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:

@@ -9,6 +9,7 @@ Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from eyas.core.cache import WindowCache, commit_path
 from eyas.core.inputs import CycleInput
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.adjustments import Adjustments
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import fp8
 
@@ -71,6 +73,17 @@ class Ops:
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """The random numbers of rows with these samplings; None is an empty row."""
         return GumbelNoise.of(sampling, device)
+
+    def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
+        """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their dtype."""
+        return apply_sampling_rows(logits_BNV, sampling, adjustments)
+
+    def choose(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+        """Verify a chosen tree: `draw` at every node, then `follow`."""
+        draw_BN, broken_B = self.draw(scores_BNV, draft.tree, position_B, noise)
+        if draft.tree.nodes == 1:  # plain decoding
+            return Verdict(torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], broken_B)
+        return replace(self.follow(draft, draw_BN), broken_B=broken_B)
 
     def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
         """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score in greedy rows.

@@ -23,6 +23,7 @@ from torch import Tensor
 from eyas.core.adjustments import Adjustments
 from eyas.core.constraints import tree_mask
 from eyas.core.drafter import CycleInput
+from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError, code_of_request
@@ -34,17 +35,19 @@ NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens e
 Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
 
-def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput) -> tuple[Tensor, Failures]:
+def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE) -> tuple[Tensor, Failures]:
     """The scores at each node, and the nodes that have none because a processor or a constraint failed.
 
     Each row's own `Sampling`, constraint and processors, with each node's own prefix where something depends on it.
 
     Returns:
-        float32 [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures.
+        [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures. float32, but where
+        tokens are only drawn from them, `ops` may leave logits in their own dtype.
     """
     nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.at(draft.tree, draft.tokens_BN)
     if not cycle_input.processors and not cycle_input.constraints:
-        return apply_sampling_rows(logits_BNV, cycle_input.sampling, nodes), {}
+        scores = ops.scores if draft.q_BNV is None else apply_sampling_rows
+        return scores(logits_BNV, cycle_input.sampling, nodes), {}
     rows, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
     for b in range(len(logits_BNV)):
         scores_NV, failed = _row_scores(logits_BNV[b], draft, b, cycle_input, None if nodes is None else nodes[b])

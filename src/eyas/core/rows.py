@@ -117,7 +117,7 @@ class Row:
             fields["logits"] = cycle.output.logits_BNV[number, list(path or (0,))[: len(tokens)]].float()
         if self.request.trace and path:
             bonus = int(cycle.verdict.bonus_B[number])
-            fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number], path, bonus, self.finish)
+            fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number].float(), path, bonus, self.finish)
         return fields
 
     def failed(self, b: int, error: EyasError, timer: StageTimer, **about: Any) -> Step:

@@ -86,6 +86,16 @@ class Sampling:
         return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     @property
+    def plain(self) -> bool:
+        """Whether tokens are sampled by the logits as they are, apart from what `adjusts`."""
+        return self.temperature == 1.0 and not self.filters
+
+    @property
+    def filters(self) -> bool:
+        """Whether top-k, top-p or min-p exclude tokens."""
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def greedy(self) -> bool:
         """Below 1e-5 a temperature is zero: dividing by it would overflow float32."""
         return self.temperature < 1e-5
@@ -135,7 +145,7 @@ def apply_sampling(
         kth_N1 = scores_NV.topk(sampling.top_k).values[:, -1:]
         scores_NV = scores_NV.masked_fill(scores_NV < kth_N1, -math.inf)
     if sampling.top_p < 1.0:
-        ascending_NV, order_NV = scores_NV.sort(dim=-1)
+        ascending_NV, order_NV = scores_NV.sort(dim=-1, stable=True)  # of equal tokens the first ones are excluded, on every device
         drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop_NV[:, -1].fill_(False)
         scores_NV = scores_NV.masked_fill(drop_NV.scatter(-1, order_NV, drop_NV), -math.inf)

@@ -365,8 +365,9 @@ class TargetSession:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
         self.cache.at(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
-        # Nodes past the context are never emitted, but the model needs a valid position for them.
-        position_RQ = (length_R[:, None] + depth_RT[:, T - Q :]).clamp(max=target.context - 1)
+        position_RQ = length_R[:, None] + depth_RT[:, T - Q :]
+        if width > target.context:  # nodes past the context are never emitted, but the model needs a valid position for them
+            position_RQ = position_RQ.clamp(max=target.context - 1)
         work = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
             last_only,

@@ -37,6 +37,7 @@ __all__ = [
     "TargetOutput",
     "Tree",
     "Verdict",
+    "verdict_of_columns",
     "chain_choices",
     "check_choices",
     "matching_nodes",
@@ -151,6 +152,14 @@ class Verdict:
     length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
     bonus_B: Tensor  # int64; the target's own token after the path: the next root
     broken_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
+    columns_BX: Tensor | None = None  # all of this as `core.cycle.Cycle.columns_BX`, if verification has made it
+
+
+def verdict_of_columns(columns_BX: Tensor) -> Verdict:
+    """The verdict whose parts are columns of one tensor, which the host reads in one transfer."""
+    P = (columns_BX.shape[1] - 3) // 2
+    length_B, bonus_B, broken_B = columns_BX[:, :3].unbind(1)
+    return Verdict(columns_BX[:, 3 + P :], columns_BX[:, 3 : 3 + P], length_B, bonus_B, broken_B, columns_BX)
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:

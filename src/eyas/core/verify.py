@@ -4,7 +4,7 @@
 path descends as long as the drawn token is one of the node's children; the first drawn token that is no child is
 the bonus. For distinct siblings this equals recursive rejection with point masses (EAGLE-2's rule: accept child
 x with p(x), else drop x and renormalise): the same acceptance, the same distribution, no loop over siblings.
-With argmax for the draw it is greedy verification. `core.ops` has the draw and the descent.
+With argmax for the draw it is greedy verification. `core.ops` has the draw and the descent (`Ops.choose`).
 
 **Drawn trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
 replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
@@ -50,12 +50,10 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
         noise: the random numbers of the rows.
         ops: the implementation of draws and paths: torch or compiled kernels.
     """
-    tree = draft.tree
-    draw_BN, nan_B = ops.draw(scores_BNV, tree, position_B, noise)
     if draft.q_BNV is None:
-        if tree.nodes == 1:  # plain decoding
-            return Verdict(torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], nan_B)
-        return replace(ops.follow(draft, draw_BN), broken_B=nan_B)
+        return ops.choose(draft, scores_BNV, position_B, noise)
+    tree = draft.tree
+    draw_BN, _ = ops.draw(scores_BNV, tree, position_B, noise)
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
     verify_drawn = _verify_block if draft.block else _verify_by_rejection

@@ -11,15 +11,21 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-__all__ = ["KERNELS", "best_children", "build_tree", "commit", "draw", "follow", "grow_step", "keep_best"]
+__all__ = ["KERNELS", "best_children", "build_tree", "choose", "commit", "draw", "filtered", "given_path", "grow_step", "keep_best"]
 
-KERNELS = {"draw": 2, "best_children": 2, "keep_best": 2}  # operators of more than one kernel
+KERNELS = {"draw": 2, "choose": 2, "best_children": 2, "keep_best": 2}  # operators of more than one kernel
 
 
 def cycle_kernels() -> ModuleType:
     from eyas.gpu import _cycle_kernels
 
     return _cycle_kernels
+
+
+def score_kernels() -> ModuleType:
+    from eyas.gpu import _score_kernels
+
+    return _score_kernels
 
 
 def growth_kernels() -> ModuleType:
@@ -46,23 +52,54 @@ def _empty_draws(
     return scores_BNV.new_empty(shape, dtype=torch.int64), scores_BNV.new_empty(shape, dtype=torch.bool)
 
 
-@torch.library.custom_op("eyas::follow", mutates_args=())
-def follow(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The path [B, longest] of the nodes that were drawn at their parents, its tokens, its length and the bonus."""
-    outputs = _empty_paths(tokens_BN, parents_BN, candidate_BN, draw_BN, longest)
-    cycle_kernels().follow(tokens_BN, parents_BN, candidate_BN, draw_BN, *outputs)
-    return outputs
+@torch.library.custom_op("eyas::choose", mutates_args=())
+def choose(
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    greedy_B: Tensor, noisy: bool, longest: int,
+) -> Tensor:  # fmt: skip
+    """`draw` at every node, then the path of the nodes that were drawn at their parents: `core.cycle.Cycle.columns_BX`."""
+    inputs = (scores_BNV, tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
+    cycle_kernels().choose(*inputs, columns := _empty_columns(*inputs, longest))
+    return columns
 
 
-@follow.register_fake
-def _empty_paths(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B = tokens_BN.shape[0]
-    path_BP = tokens_BN.new_empty(B, longest)
-    return path_BP, torch.empty_like(path_BP), tokens_BN.new_empty(B), tokens_BN.new_empty(B)
+@choose.register_fake
+def _empty_columns(
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    greedy_B: Tensor, noisy: bool, longest: int,
+) -> Tensor:  # fmt: skip
+    return tokens_BN.new_empty(tokens_BN.shape[0], 3 + 2 * longest)
+
+
+@torch.library.custom_op("eyas::given_path", mutates_args=())
+def given_path(
+    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
+    rates_D: Tensor, seed: int, stride: int,
+) -> Tensor:  # fmt: skip
+    """The path to a deepest candidate, cut where a test with the rate of its depth fails, as `Cycle.columns_BX` (`bench.simulate`)."""
+    inputs = (tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, bonus_B, broken_B, rates_D, seed, stride)
+    cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
+    return columns
+
+
+@given_path.register_fake
+def _empty_path(
+    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
+    rates_D: Tensor, seed: int, stride: int,
+) -> Tensor:  # fmt: skip
+    return tokens_BN.new_empty(tokens_BN.shape[0], 5 + 2 * rates_D.shape[0])
+
+
+@torch.library.custom_op("eyas::filtered", mutates_args=())
+def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Steps 6 to 9 of `core.sampling.apply_sampling`: float32 scores, -inf for excluded tokens."""
+    score_kernels().filtered(logits, temperature, top_k, top_p, min_p, scores := _empty_scores(logits, temperature, top_k, top_p, min_p))
+    return scores
+
+
+@filtered.register_fake
+def _empty_scores(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("eyas::commit", mutates_args=("store",))

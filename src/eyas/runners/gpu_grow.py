@@ -1,7 +1,6 @@
 """Grows the dynamic tree of an EAGLE net by GPU kernels, about eighteen a level: the tree of `drafters._grow.grow_dynamic`.
 
-It supports rows that differ in their seeds only and are greedy or sample by a temperature alone. In other cases `grow_dynamic` grows the
-tree. Of children whose keys are equal it takes the one with the smaller index. Not yet run on a GPU.
+It supports rows that differ in their seeds only, without penalties and biases. In other cases `grow_dynamic` grows the tree. Of children whose keys are equal it takes the one with the smaller index. Not yet run on a GPU.
 
 Letters: B rows, P pending pairs, Q nodes of a level, K children of each, X all drafted nodes and the root, M kept nodes, D hidden, v draft
 vocabulary, T nodes in slots.
@@ -84,10 +83,9 @@ class GpuGrower:
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
-        """Whether all rows share a Sampling of a temperature alone, and nothing else changes their scores."""
+        """Whether all rows share a Sampling, and their scores do not depend on the text."""
         first = cycle_input.sampling[0]
-        plain = type(first)(temperature=first.temperature, seed=first.seed)
-        alike = all(replace(sampling, seed=first.seed) == plain for sampling in cycle_input.sampling)
+        alike = all(replace(sampling, seed=first.seed) == first for sampling in cycle_input.sampling)
         return alike and cycle_input.adjustments is None
 
     def __call__(
@@ -172,9 +170,12 @@ class GpuGrower:
     ) -> _Level:  # fmt: skip
         """Draft the children of a level's nodes; returns the next level's nodes."""
         noise, sampling, coupled = cycle_input.noise, cycle_input.sampling[0], tree.noise == "coupled"
-        temperature = sampling.temperature if coupled and not sampling.greedy else 1.0
+        logits_BQv, temperature = self.head(hidden_BQD), sampling.temperature if coupled and not sampling.greedy else 1.0
+        if coupled and not sampling.greedy and sampling.filters:
+            logits_BQv = gpu.filtered(logits_BQv, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            temperature = 1.0
         children = gpu.best_children(
-            self.head(hidden_BQD), self.ids_v, noise.seed_B, noise.greedy_B, cycle_input.position_B, level, temperature,
+            logits_BQv, self.ids_v, noise.seed_B, noise.greedy_B, cycle_input.position_B, level, temperature,
             tree.confidence_temperature, coupled and not noise.all_greedy, coupled, K,
         )  # fmt: skip
         token_BK, value_BK, number_BK, parent_BK, visible_BKT = gpu.grow_step(

@@ -7,15 +7,18 @@ depends on the node's own logits alone, as the text of a seed requires. Not yet 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from eyas import gpu
+from eyas.core.adjustments import Adjustments
 from eyas.core.ops import Ops, TreeGrower
-from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, Tree, Verdict
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.tree import Draft, Tree, Verdict, verdict_of_columns
 from eyas.nn import with_gpu_kernels
 from eyas.runners.gpu_grow import grower_of
 
@@ -27,7 +30,7 @@ __all__ = ["GpuOps"]
 
 @dataclass(frozen=True)
 class GpuOps(Ops):
-    """Draws, paths, commits, draft nets and dynamic trees by kernels.
+    """Scores, draws, paths, commits, draft nets and dynamic trees by kernels.
 
     Attributes:
         on_cpu: use the kernels for tensors on a CPU too, where Triton's interpreter runs them; draft nets always use them.
@@ -38,17 +41,29 @@ class GpuOps(Ops):
     def _suits(self, tensor: Tensor) -> bool:
         return self.on_cpu or tensor.device.type != "cpu"
 
+    def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
+        if not self._suits(logits_BNV) or adjustments is not None:
+            return super().scores(logits_BNV, sampling, adjustments)
+        first = sampling[0]
+        if all(replace(each, seed=first.seed) == first for each in sampling):
+            return _scores(logits_BNV, first)
+        return torch.cat([_scores(logits_BNV[b : b + 1], each).float() for b, each in enumerate(sampling)])
+
+    def choose(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+        if not self._suits(scores_BNV):
+            return super().choose(draft, scores_BNV, position_B, noise)
+        tree = draft.tree
+        return verdict_of_columns(gpu.choose(
+            scores_BNV, draft.tokens_BN, tree.parents_BN, tree.candidate_BN, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B,
+            not noise.all_greedy, tree.max_depth + 1,
+        ))  # fmt: skip
+
     def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
         if not self._suits(scores_BNV):
             return super().draw(scores_BNV, tree, position_B, noise)
         drawn_BN, broken_BN = gpu.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy)
         return drawn_BN, broken_BN.any(-1)
 
-    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
-        if not self._suits(draw_BN):
-            return super().follow(draft, draw_BN)
-        tree = draft.tree
-        return Verdict(*gpu.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         if self._suits(store):
@@ -63,3 +78,11 @@ class GpuOps(Ops):
         if not self.on_cpu and target.device.type == "cpu":
             return None
         return grower_of(target, net, embeddings, draft_ids_v)
+
+
+def _scores(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+    """The scores of rows with this Sampling; the logits themselves if it changes nothing."""
+    if sampling.greedy or sampling.plain:
+        return logits_BNV
+    scores_BNV: Tensor = gpu.filtered(logits_BNV, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return scores_BNV

@@ -14,7 +14,7 @@ from torch import Tensor
 from eyas import gpu
 from eyas.core.cache import commit_path, slot_mask
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.sampling import GumbelNoise
+from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Runner, Target
 from eyas.core.tree import Draft, Tree
 from eyas.errors import EyasError
@@ -112,17 +112,22 @@ def _gate(device: torch.device) -> str:
 
 
 def _draws(device: torch.device, ops: Ops) -> str:
-    """Draws with noise and without, and the paths that follow."""
+    """Scores by all filters, draws with noise and without, and the paths that follow."""
     tree, position, pairs = _tree(device), torch.tensor([11, 2**20], device=device), list[tuple[Tensor, Tensor]]()
     scores = _random(device, 2, 6, 3000)
     tokens = torch.arange(12, device=device).view(2, 6)
     for greedy in (True, False):
         noise = GumbelNoise(torch.tensor([3, 4], device=device), torch.full((2,), greedy, device=device), greedy)
         pairs.append((ops.draw(scores, tree, position, noise)[0], REFERENCE.draw(scores, tree, position, noise)[0]))
-    drawn = tokens[:, [1, 3, 0, 5, 0, 0]]
-    found, expected = ops.follow(Draft(tree, tokens), drawn), REFERENCE.follow(Draft(tree, tokens), drawn)
+    wanted = torch.nn.functional.one_hot(tokens[:, [1, 3, 0, 5, 0, 0]], 3000).to(torch.bfloat16)
+    certain = GumbelNoise(tokens[:, 0], torch.ones(2, dtype=torch.bool, device=device), True)
+    found, expected = (kind.choose(Draft(tree, tokens), wanted, position, certain) for kind in (ops, REFERENCE))
     names = ("path_BP", "tokens_BP", "length_B", "bonus_B")
-    return _same("a draw", *pairs) or _same("a path", *((getattr(found, name), getattr(expected, name)) for name in names))
+    paths = _same("a path", *((getattr(found, name), getattr(expected, name)) for name in names))
+    law = (Sampling(0.7, top_k=40, top_p=0.8, min_p=0.01),) * 2
+    kinds = scores[..., :300], scores.to(torch.bfloat16)
+    filtered = [(ops.scores(logits, law, None).softmax(-1), REFERENCE.scores(logits, law, None).softmax(-1)) for logits in kinds]
+    return _same("a draw", *pairs) or paths or _same("top-k, top-p or min-p", *filtered)
 
 
 def _commits(device: torch.device, ops: Ops) -> str:

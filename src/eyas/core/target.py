@@ -379,7 +379,7 @@ class TargetSession:
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
         """Commit the accepted nodes of the active rows; the slots of other nodes are free again."""
         self.cache.commit(self.length_B, verdict.path_BP)
-        self.length_B = self.length_B + verdict.length_B * active_B
+        self.length_B = torch.addcmul(self.length_B, verdict.length_B, active_B)
 
     @torch.inference_mode()
     def advance(self, count_B: Tensor, most: Sequence[int]) -> None:

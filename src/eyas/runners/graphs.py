@@ -114,6 +114,7 @@ class CycleRecorder:
     def __init__(self, capture: Capture, within_recording: Callable[[], Any]) -> None:
         self.capture, self.within_recording = capture, within_recording
         self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = OrderedDict()
+        self._inputs: dict[Hashable, dict[str, Tensor]] = {}  # of the last replay of each recording
         self._state: dict[tuple[int, str], Tensor] = {}  # the recordings' tensors of sessions' attributes
 
     def __call__(
@@ -125,13 +126,16 @@ class CycleRecorder:
         if key not in self._recorded:
             self._recorded[key] = self._record(inputs, state, inplace_state, work)
             if len(self._recorded) > MOST:
-                self._recorded.popitem(last=False)
+                self._inputs.pop(self._recorded.popitem(last=False)[0], None)
         self._recorded.move_to_end(key)
         if (recording := self._recorded[key]) is None:
             return None
         recorded_inputs, cycle, replay = recording
+        last = self._inputs.setdefault(key, {})
         for name, tensor in inputs.items():
-            recorded_inputs[name].copy_(tensor)
+            if last.get(name) is not tensor:  # what belongs to the rows stays the same tensor from cycle to cycle
+                recorded_inputs[name].copy_(tensor)
+        self._inputs[key] = dict(inputs)
         replay()
         return cycle
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
@@ -148,9 +149,11 @@ class CycleReplay(CycleRunner):
 
     def _copied(self, cycle: Cycle) -> Cycle:
         """The cycle with copies of the tensors that are read after the next replay, which overwrites the recording's."""
-        draft = _with(cycle.draft, {name: tensor.clone() for name, tensor in _tensors(cycle.draft).items()})
-        if (full := draft.drafted) is not None:
-            draft = replace(draft, drafted=FullDraft(full.parents_BX.clone(), full.value_BX.clone()))
+        tensors, full = _tensors(cycle.draft), cycle.draft.drafted
+        copies = _clones([*tensors.values(), *((full.parents_BX, full.value_BX) if full is not None else ())])
+        draft = _with(cycle.draft, dict(zip(tensors, copies, strict=False)))
+        if full is not None:
+            draft = replace(draft, drafted=FullDraft(*copies[-2:]))
         columns_BX, arrived = self.recorder.to_host(cycle.columns_BX)
         verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
         return replace(cycle, draft=draft, verdict=verdict, columns_BX=columns_BX, arrived=arrived)
@@ -167,6 +170,15 @@ class CycleReplay(CycleRunner):
         cycle = replace(cycle, draft=draft, verdict=_copied_verdict(cycle.verdict), output=output)
         self.drafter.commit(draft, cycle.verdict, output)
         return cycle
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors, on a GPU by one launch for each dtype."""
+    copies = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True) if tensor.dtype == dtype]
+        torch._foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
+    return copies
 
 
 def _copied_verdict(verdict: Verdict) -> Verdict:

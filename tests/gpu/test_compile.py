@@ -90,12 +90,10 @@ KERNELS = {
         "N P seed stride", {"BLOCK": 64}, 1,
     ),
     "filters": Kernel(
-        "_score_kernels", "_filter_kernel", {"logits": BF16, "scores": F32}, "V top_k",
-        {"TOP_K": True, "TOP_P": True, "MIN_P": True, "BITS": 16, "BLOCK": 2048}, 8,
+        "_score_kernels", "_filter_kernel", {"logits": BF16, "scores": F32}, "V top_k turns_k turns_p", {"BITS": 16, "BLOCK": 2048}, 8
     ),
     "filters of float32": Kernel(
-        "_score_kernels", "_filter_kernel", {"logits": F32, "scores": F32}, "V top_k",
-        {"TOP_K": True, "TOP_P": True, "MIN_P": True, "BITS": 32, "BLOCK": 2048}, 8,
+        "_score_kernels", "_filter_kernel", {"logits": F32, "scores": F32}, "V top_k turns_k turns_p", {"BITS": 32, "BLOCK": 2048}, 8
     ),
     "commit": Kernel(
         "_cycle_kernels", "_commit_kernel", {"store": BF16, "length": I64, "path": I64}, "P p_b s_e s_b s_k s_s",

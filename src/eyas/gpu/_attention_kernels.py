@@ -16,7 +16,7 @@ __all__ = ["combine", "parts"]
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["Q", "T", "splits", "window", "sink"])
+@triton.jit(do_not_specialize=["Q", "T", "splits", "window", "sink", "m_r", "m_q", "m_t"])
 def _parts_kernel(
     q, key, value, length, visible, position, out, lse,
     Q, T, splits, scale, window, sink,

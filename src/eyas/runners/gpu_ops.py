@@ -64,7 +64,6 @@ class GpuOps(Ops):
         drawn_BN, broken_BN = gpu.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy)
         return drawn_BN, broken_BN.any(-1)
 
-
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         if self._suits(store):
             gpu.commit(store, length_B, path_BP)

@@ -12,18 +12,20 @@ from eyas.timing import StageTimer
 __all__ = ["warm_up"]
 
 log = logging.getLogger(__name__)
-PROMPT, NEW = 8, 4  # tokens
+NEW = 4  # tokens
+TEXTS = ((8, Sampling()), (512, Sampling(1.0)), (100, Sampling(0.7, top_k=20, top_p=0.9)))  # prompts of so many tokens
 
 
 def warm_up(drafter: Drafter) -> None:
-    """Decode greedily and by a temperature, if the target's runner records cycles. The kernels that these compile serve every text."""
+    """Decode short and long prompts, greedily, by a temperature, and by filters, if the target's runner records cycles. The kernels that
+    these compile serve every text and every Sampling."""
     target = drafter.target
-    if not target.run.records_cycles or target.context < PROMPT + NEW:
+    if not target.run.records_cycles or target.context <= 2 * NEW:
         return
     timer = StageTimer()
     decoder = Decoder(target, drafter)
-    for temperature in (0.0, 1.0):
-        decoder.add(Request(tuple(n % target.vocab_size for n in range(PROMPT)), NEW, Sampling(temperature)))
+    for length, sampling in TEXTS:
+        decoder.add(Request(tuple(n % target.vocab_size for n in range(min(length, target.context - NEW))), NEW, sampling))
         while not decoder.finished:
             decoder.step()
     log.info("warmed up in %.1f s", timer.now() - timer.began)

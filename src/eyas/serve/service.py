@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from eyas import runners
 from eyas.api import LLM
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
@@ -37,7 +38,11 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
-        """Decode a little, so that costs are measured and code is compiled before the first client comes."""
+        """Decode a little, so that costs are measured and code is compiled before the first client comes: on a GPU by every method that a
+        request may ask for."""
+        if self.llm.target.run.records_cycles:
+            for name in self.engine.methods.names:
+                runners.warm_up(self.engine.methods.drafter(name))
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True)
 
     def start(self) -> None:

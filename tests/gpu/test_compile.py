@@ -86,7 +86,8 @@ KERNELS = {
     ),
     "paths by lot": Kernel(
         "_cycle_kernels", "_given_path_kernel",
-        dict.fromkeys(["tokens", "parents", "depth", "position", "bonus", "broken", "columns"], I64) | {"candidate": "*u8", "rates": "*fp64"},
+        dict.fromkeys(["tokens", "parents", "depth", "position", "bonus", "broken", "columns"], I64)
+        | {"candidate": "*u8", "rates": "*fp64"},
         "N P seed stride", {"BLOCK": 64}, 1,
     ),
     "filters": Kernel(

@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.cache import WindowCache, commit_path
 from eyas.core.inputs import CycleInput
-from eyas.core.adjustments import Adjustments
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import fp8

@@ -145,7 +145,7 @@ def apply_sampling(
         kth_N1 = scores_NV.topk(sampling.top_k).values[:, -1:]
         scores_NV = scores_NV.masked_fill(scores_NV < kth_N1, -math.inf)
     if sampling.top_p < 1.0:
-        ascending_NV, order_NV = scores_NV.sort(dim=-1, stable=True)  # of equal tokens the first ones are excluded, on every device
+        ascending_NV, order_NV = scores_NV.sort(dim=-1)
         drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop_NV[:, -1].fill_(False)
         scores_NV = scores_NV.masked_fill(drop_NV.scatter(-1, order_NV, drop_NV), -math.inf)

@@ -37,12 +37,12 @@ __all__ = [
     "TargetOutput",
     "Tree",
     "Verdict",
-    "verdict_of_columns",
     "chain_choices",
     "check_choices",
     "matching_nodes",
     "merge",
     "unite",
+    "verdict_of_columns",
 ]
 
 

@@ -1,10 +1,10 @@
-"""Triton kernel of scores: temperature, top-k, top-p and min-p without a sort. `core.sampling.apply_sampling` (steps 6 to 9) is the reference.
+"""Triton kernel of scores: temperature, top-k, top-p and min-p without a sort. The reference: `core.sampling.apply_sampling`, steps 6 to 9.
 
 Each filter is a threshold. Logits are ordered by their bits, as whole numbers ("keys"), so the threshold is found two bits at a time:
 
     top-k    the largest key that k tokens reach; ties with the k-th token stay, as in the reference
     top-p    the largest key below which at most 1 - p of the probability lies; of the tokens with this very key, the first in the
-             vocabulary go as long as their probability fits into what is left of 1 - p: the order of a stable sort
+             vocabulary go as long as their probability fits into what is left of 1 - p: a stable sort's order, as a GPU's is
 
 bfloat16 has 16 bits, so 8 passes over the vocabulary are enough for one filter, from a GPU's cache. Sums are taken in float32 in a fixed
 order; a token whose cumulative probability lies within their rounding of 1 - p may be excluded here and not there.

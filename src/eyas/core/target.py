@@ -344,7 +344,7 @@ class TargetSession:
         """A forward of some rows, if the runner can leave the others out; their output is zero. Else of all."""
         if not self.target.run.skips_rows or len(rows) in (0, self.rows):
             return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
-        row_R = torch.tensor(rows)
+        row_R = torch.tensor(rows, device=self.target.device)
         output = self._run(rows, tokens_BQ[row_R], depth_BT[row_R], visible_BQT[row_R], width)
 
         def spread(x_RQX: Tensor) -> Tensor:

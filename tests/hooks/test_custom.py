@@ -262,6 +262,8 @@ def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> Non
     with pytest.raises(EyasError, match="dtype is the model's"):
         eyas.hf(dtype="float16")
     model.eval()
+    with pytest.raises(EyasError, match="with its parentheses"):
+        model.generate(torch.tensor([[3]]), custom_generate=eyas.hf)
     with pytest.raises(EyasError, match="no_such"):
         model.generate(torch.tensor([[3]]), custom_generate=eyas.hf(no_such=3))
 
@@ -286,6 +288,28 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
         thread.join()
     assert all(torch.equal(answers[row], expected[row]) for row in range(3))
     assert told == tokenizer.decode(torch.cat([prompts[0][0], expected[0][0, 9:17]]))
+
+
+def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
+    """Hooks on the model's layers read features: those of a forward of another call would be read, too."""
+    ids, told = padded()["input_ids"][:1], list[str]()
+
+    class Told(Recorder):
+        def __init__(self, name: str, second: threading.Thread | None = None) -> None:
+            super().__init__()
+            self.name, self.second = name, second
+
+        def put(self, value: Tensor) -> None:
+            told.append(self.name)
+            if self.second is not None and not self.second.ident:
+                self.second.start()
+                self.second.join(0.3)  # it could run to its end meanwhile
+
+    later = {"inputs": ids, "max_new_tokens": 4, "custom_generate": by_eyas(streamer=Told("second"))}
+    second = threading.Thread(target=model.generate, kwargs=later)
+    model.generate(ids, max_new_tokens=4, custom_generate=by_eyas(streamer=Told("first", second)))
+    second.join()
+    assert told == ["first"] * 5 + ["second"] * 5
 
 
 def test_contexts_and_dtypes(model: PreTrainedModel) -> None:

@@ -55,9 +55,10 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
         assert len(law.processors) == slow  # up to transformers 5.18 or so the penalty counts padding, and is run as it is
     request = law.request(row, logits=False)
     generator = torch.Generator().manual_seed(row)
-    for emitted in (0, 2, 5):
+    for emitted in (0, 2, 5, 9):
         new = torch.randint(3, 40, (3, emitted), generator=generator)
         logits_3V = torch.randn(3, 262, generator=generator) * 3
+        logits_3V[:, list(EOS)] += 6.0  # so that their exclusion shows
         expected_V = made(torch.cat([inputs["input_ids"], new], 1), logits_3V.clone())[row]
         text = [*request.prompt, *new[row].tolist()]
         seen, ending = (torch.zeros(1, 262, dtype=torch.bool) for _ in range(2))

@@ -56,6 +56,8 @@ def hf(
     Raises:
         OptionError: an option that is the model's. Others, and the head, are checked by the first call.
     """
+    if isinstance(draft, PreTrainedModel):
+        raise OptionError("eyas.hf makes what generate calls: write custom_generate=eyas.hf(), with its parentheses")
     if stop_strings is not None and tokenizer is None:
         raise InputError("stop_strings need the tokenizer: eyas.hf(stop_strings=..., tokenizer=tokenizer)")
     rows = None if batch_size is None else whole_number("batch_size", batch_size)
@@ -93,7 +95,7 @@ class CustomGenerate:
             EyasError: something that eyas cannot keep, by name; a model or a head that cannot be served.
         """
         given = arguments_of_generate()
-        check_call(generation_config, model_kwargs, given)
+        check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
         batch = Batch.of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         with lock_of(model):

@@ -130,6 +130,7 @@ def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ..
     tickets = [decoder.add(request) for request in requests]
     totals = [StepTotals() for _ in tickets]
     while not lockstep.finished:
+        assert not decoder.finished, "a row that is still wanted has no tokens left"
         for step in check_steps(decoder.step()):
             row = tickets.index(step.request)
             totals[row].add(step)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Cache, GenerationConfig, LogitsProcessorList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from eyas.errors import OptionError
+from eyas.errors import ModelError, OptionError
 
 __all__ = ["check_call", "refused"]
 
@@ -40,7 +40,7 @@ def refused(name: str, why: str) -> OptionError:
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
-def check_call(config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """
     Args:
         config: as generate has prepared it.
@@ -48,8 +48,11 @@ def check_call(config: GenerationConfig, model_kwargs: Mapping[str, Any], given:
         given: local variables of generate: its arguments.
 
     Raises:
+        ModelError: an encoder-decoder.
         OptionError: something that eyas cannot keep.
     """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
     _check_mode(config, given.get("assistant_model"))
     for name, why in SETTINGS.items():
         if getattr(config, name, None):

@@ -1,0 +1,60 @@
+"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head": FOLDER or null, "tokens": N}'."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from _lines import median_seconds, redirect, talk
+
+
+def main() -> None:
+    redirect()
+    options = json.loads(sys.argv[1])
+    settings = {"INFERENCE_NUM_THREADS": options["threads"], "INFERENCE_PRECISION_HINT": "f32"}
+    more: dict[str, Any] = {"prompt_lookup": True} if options.get("lookup") else {}
+    if options.get("head"):
+        more["draft_model"] = openvino_genai.draft_model(options["head"], "CPU", **settings)
+    pipeline = openvino_genai.LLMPipeline(options["target"], "CPU", **settings, **more)
+    limits = pipeline.get_generation_config()
+    limits.do_sample = False
+    if more:
+        limits.num_assistant_tokens = options["tokens"]
+    if options.get("lookup"):
+        limits.max_ngram_size = 3
+
+    def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
+        limits.max_new_tokens = max_tokens
+        given = openvino.Tensor(np.array([ids], dtype=np.int64))
+        start = time.perf_counter()
+        found = pipeline.generate(given, limits)
+        seconds = time.perf_counter() - start
+        return {"ids": list(found.tokens[0]), "first": found.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
+
+    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
+        model = openvino.Core().compile_model(Path(options["target"]) / "openvino_model.xml", "CPU", settings)
+        request, random = model.create_infer_request(), np.random.default_rng(0)
+
+        def run(begin: int, end: int) -> None:
+            request.infer({
+                "input_ids": random.integers(0, 8000, (1, end - begin), dtype=np.int64),
+                "attention_mask": np.ones((1, end), dtype=np.int64),
+                "position_ids": np.arange(begin, end, dtype=np.int64)[None],
+                "beam_idx": np.zeros(1, dtype=np.int32),
+            })  # fmt: skip
+
+        def prepare() -> None:
+            request.reset_state()
+            run(0, context)
+
+        return {"seconds": [median_seconds(lambda n=n: run(context, context + n), prepare, repeats) for n in tokens]}
+
+    talk({"openvino": openvino.__version__, "openvino_genai": openvino_genai.__version__}, {"answer": answer, "passes": passes})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""transformers' generate, for runs/peers.py: with_transformers.py '{"target": FOLDER, "threads": N, "mode": "plain|compiled|lookup"}'."""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from _lines import median_seconds, redirect, talk
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+
+LONGEST = 640  # of a static cache: one for all prompts, so that it is compiled once
+
+
+class Clock:
+    """A streamer that notes when the first token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def main() -> None:
+    redirect()
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(options["threads"])
+    model = AutoModelForCausalLM.from_pretrained(options["target"], dtype=torch.float32).eval()
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if options["mode"] == "lookup" else {}
+    static = StaticCache(config=model.config, max_cache_len=LONGEST) if options["mode"] == "compiled" else None
+    if static is not None:
+        more["past_key_values"] = static
+        model.generation_config.compile_config = CompileConfig(mode="default", fullgraph=False)
+        model.generation_config.compile_config._compile_all_devices = True  # otherwise nothing is compiled on a CPU
+
+    @torch.no_grad()
+    def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
+        clock, given = Clock(), torch.tensor([ids])
+        if static is not None:
+            static.reset()
+        start = time.perf_counter()
+        limits: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
+        found = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **limits, **more)
+        end = time.perf_counter()
+        return {"ids": found[0, len(ids) :].tolist(), "first": clock.times[1] - start, "seconds": end - start}
+
+    @torch.no_grad()
+    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
+        ids = torch.randint(model.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0))
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :context], past_key_values=cache)
+
+        def prepare() -> None:
+            if surplus := cache.get_seq_length() - context:
+                cache.crop(-surplus)
+
+        def run(n: int) -> None:
+            model(ids[:, context : context + n], past_key_values=cache)
+
+        return {"seconds": [median_seconds(lambda n=n: run(n), prepare, repeats) for n in tokens]}
+
+    talk({"transformers": transformers.__version__, "torch": torch.__version__}, {"answer": answer, "passes": passes})
+
+
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,7 @@ def test_the_commands_are_the_files(run: Run) -> None:
         "features",
         "generate",
         "methods",
+        "push",
         "regenerate",
         "serve",
         "train",

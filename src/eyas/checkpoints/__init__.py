@@ -6,8 +6,10 @@ One module of this package is one published format: its tensor names and the mea
 with `expect`.
 """
 
-from eyas.checkpoints._export import export, export_formats
+from eyas.checkpoints._export import export, export_formats, usage
 from eyas.checkpoints._listed import ListedHead, listed_heads
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
-__all__ = ["ExportTarget", "Format", "ListedHead", "Weights", "expect", "export", "export_formats", "listed_heads", "load", "save"]
+__all__ = [
+    "ExportTarget", "Format", "ListedHead", "Weights", "expect", "export", "export_formats", "listed_heads", "load", "save", "usage",
+]  # fmt: skip

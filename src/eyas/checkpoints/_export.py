@@ -16,7 +16,7 @@ from eyas.checkpoints._weights import ExportTarget, Format, Weights, formats
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
 
-__all__ = ["export", "export_formats"]
+__all__ = ["export", "export_formats", "usage"]
 
 
 def export_formats() -> dict[str, tuple[str, ...]]:
@@ -60,6 +60,11 @@ def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: 
         with suppress(OSError):
             shutil.rmtree(temporary)
     return form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+
+
+def usage(method: str, name: str, folder: str, target: str) -> list[str]:
+    """Lines by which the engines of a format run a head of this method in a folder."""
+    return _form(method, name).usage(method, {}, folder, target)
 
 
 def _exporting() -> list[Format]:

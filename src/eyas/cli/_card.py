@@ -1,0 +1,101 @@
+"""The model card of a draft head: what it is for, how good it is, how each engine runs it; from the record of its training.
+
+This module does not know where the card goes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eyas.checkpoints import Weights
+
+__all__ = ["model_card"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: str, license: str) -> str:
+    """The README.md of a head's repository.
+
+    Args:
+        record: the head's training.json; empty when there is none.
+        repo: the hub id that the head gets.
+        target: the target's folder or hub id; empty when unknown.
+    """
+    about = {
+        "license": license,
+        "base_model": target if _HUB_ID.fullmatch(target) else None,
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", weights.method, "eyas", "custom_generate"],
+    }
+    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in about.items() if value)
+    named = target or record.get("target", {}).get("name") or "the model that it was trained on"
+    fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint") or record.get("target", {}).get("fingerprint")
+    marked = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
+    parts = [
+        f"---\n{front}\n---",
+        f"# {weights.method} draft head for {named}",
+        f"Drafts the next tokens of {named}{marked}, which verifies several of them in one forward pass. The text is that of the target\n"
+        "alone: a head makes generation faster and changes nothing. With another target it only makes generation slower.",
+        _figures(record),
+        _training(record),
+        _uses(weights.method, repo, target or "TARGET"),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    """The figures of the held-out examples."""
+    found = record.get("heldout") or {}
+    if not found:
+        return "## Figures\n\nNothing was held out when this head was trained, or it came without a record."
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in found.items())
+    count = record.get("examples", {}).get("heldout")
+    return (
+        f"## Figures\n\nOn {count:,} held-out examples of the training data, greedy:\n\n| | |\n|---|---|\n{rows}\n\n"
+        "`tau` is the mean number of tokens per forward of the target, with a tree; `chain tau` with a chain; `n-alpha` the share of\n"
+        "drafted tokens that are accepted behind n drafted ones."
+    )
+
+
+def _training(record: Mapping[str, Any]) -> str:
+    """Data and settings, as far as the record has them."""
+    if not record:
+        return ""
+    data, examples, head = record.get("data", {}), record.get("examples", {}), record.get("head", {})
+    facts = {
+        "data": data.get("report"),
+        "SHA-256 of the data": data.get("sha256"),
+        "training examples": examples.get("train"),
+        "steps": record.get("best_step"),
+        "tokens": record.get("tokens"),
+        "longest sequence": record.get("trained_length"),
+        "tokens that it can draft": f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}" if "draft_vocab_size" in head else None,
+        "precision": record.get("precision"),
+        "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
+    }
+    rows = "\n".join(
+        f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |" for name, value in facts.items() if value
+    )
+    return f"## Training\n\n| | |\n|---|---|\n{rows}\n\nEverything else is in `training.json`."
+
+
+def _uses(method: str, repo: str, target: str) -> str:
+    """How each engine runs the head."""
+    from eyas import checkpoints
+
+    lines = [
+        "## Use",
+        f'eyas:\n\n```\neyas generate --target {target} --draft {repo} "..."\neyas serve --target {target} --draft {repo}\n```',
+        "transformers (with eyas installed):\n\n```python\n"
+        f'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)  # runs custom_generate/generate.py\n```',
+    ]
+    for name, methods in checkpoints.export_formats().items():
+        if method in methods:
+            export = f"eyas export {repo} --format {name} --target {target} --output FOLDER"
+            lines.append(f"As {name}:\n\n```\n" + "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)]) + "\n```")
+    return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])

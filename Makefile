@@ -31,7 +31,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo serve bench bench-heads test test-fast clients interop check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast clients interop peers check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -71,6 +71,10 @@ interop: $(STAMP) ## our heads in vLLM, speculators, OpenVINO, and llama.cpp (LL
 	@$(MAKE) --no-print-directory --keep-going $(ENGINES:=/.installed) || echo "==> what could not be installed is skipped"
 	@echo "==> pytest: tests/interop"
 	@OMP_NUM_THREADS=1 EYAS_INTEROP=$(CURDIR) $(BIN)/python -m pytest tests/interop -s -p no:warnings $(ARGS)
+
+peers: $(STAMP) ## eyas beside the engines of `make interop`, on an idle machine (minutes; LLAMA_CPP=FOLDER, ARGS="--rounds 3")
+	@echo "==> runs/peers.py"
+	@$(BIN)/python runs/peers.py --output docs/results/peers.json $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
@@ -120,4 +124,5 @@ $(CLIENTS_STAMP): constraints-clients.txt
 	@test -x .venv-openvino/bin/pip || $(PYTHON) -m venv .venv-openvino
 	@echo "==> installing the engines of constraints-openvino.txt into .venv-openvino (once; 1.5 GB)"
 	@.venv-openvino/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-openvino.txt $(OPENVINO)
+	@.venv-openvino/bin/python -m pip uninstall -y torchvision
 	@touch $@

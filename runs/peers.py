@@ -54,15 +54,22 @@ def measure(
             found = ask("answer", ids=ids, max_tokens=args.max_new_tokens)
             rows.add(("answer", number, engine.name, name), {**found, "outside": time.perf_counter() - start})
     for engine, ask in chance.sample(list(entered), len(entered)):
-        seconds = [ask("answer", ids=long, max_tokens=1)["first"] for _ in range(3)]
+        turned = [rotated(long, 97 * number + 31 * i) for i in range(3)]  # a text that was read before may be in a cache
+        seconds = [ask("answer", ids=ids, max_tokens=1)["first"] for ids in turned]
         rows.add(("prompt", number, engine.name), {"seconds": median(seconds)})
         if engine.passes:
             rows.add(("passes", number, engine.name), ask("passes", tokens=list(PASSES), context=CONTEXT, repeats=REPEATS))
         rows.add(("counts", number, engine.name), {**ask("counts"), "versions": ask("versions")})
 
 
+def rotated(ids: list[int], by: int) -> list[int]:
+    """The ids, another one first."""
+    by %= len(ids)
+    return [*ids[by:], *ids[:by]]
+
+
 def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
-    """By engine: speeds with intervals over prompts, equal ids, prompts, passes."""
+    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts, passes."""
     answers = {name: [row for row in rows.of("answer") if row["key"][2] == name] for name in names}
     plain = {(row["key"][1], row["key"][3]): row["ids"] for row in answers.get(PLAIN, [])}
     base = decoding(answers.get(BEST, []))
@@ -88,13 +95,11 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
 
 
 def by_prompt(given: Sequence[Figures], columns: Any) -> list[list[float]]:
-    """Sums of two columns by prompt."""
-    sums: dict[str, list[float]] = {}
+    """Two columns by prompt, each the median over the rounds: a round that something disturbed does not count."""
+    values: dict[str, list[tuple[float, float]]] = {}
     for row in given:
-        over, under = columns(row)
-        mine = sums.setdefault(row["key"][3], [0.0, 0.0])
-        mine[0], mine[1] = mine[0] + over, mine[1] + under
-    return [[sums[name][i] for name in sorted(sums)] for i in (0, 1)]
+        values.setdefault(row["key"][3], []).append(columns(row))
+    return [[median(pair[i] for pair in values[name]) for name in sorted(values)] for i in (0, 1)]
 
 
 def decoding(given: Sequence[Figures]) -> list[list[float]]:

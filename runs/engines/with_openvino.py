@@ -27,12 +27,18 @@ def main() -> None:
     if options.get("lookup"):
         limits.max_ngram_size = 3
 
+    drafted, accepted, cycles = bool(options.get("head")), 0, 0
+
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
+        nonlocal accepted, cycles
         limits.max_new_tokens = max_tokens
         given = openvino.Tensor(np.array([ids], dtype=np.int64))
         start = time.perf_counter()
         found = pipeline.generate(given, limits)
         seconds = time.perf_counter() - start
+        if drafted:  # its own count of accepted tokens leaves some of the last cycle out
+            own = len(found.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - 1  # without the prompt's pass
+            accepted, cycles = accepted + len(found.tokens[0]) - 1 - own, cycles + own
         return {"ids": list(found.tokens[0]), "first": found.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
 
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
@@ -53,7 +59,11 @@ def main() -> None:
 
         return {"seconds": [median_seconds(lambda n=n: run(context, context + n), prepare, repeats) for n in tokens]}
 
-    talk({"openvino": openvino.__version__, "openvino_genai": openvino_genai.__version__}, {"answer": answer, "passes": passes})
+    def counts() -> dict[str, Any]:
+        return {"drafts": cycles, "accepted": accepted} if drafted else {}
+
+    versions = {"openvino": openvino.__version__, "openvino_genai": openvino_genai.__version__}
+    talk(versions, {"answer": answer, "passes": passes, "counts": counts})
 
 
 if __name__ == "__main__":

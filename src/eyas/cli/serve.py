@@ -49,7 +49,7 @@ class ServeOptions:
     """Sequences that may wait; a request beyond them gets status 429."""
     prefill_budget: Annotated[PositiveInt | Literal["auto"], "Limits", "TOKENS|auto"] = "auto"
     """Prompt tokens that are read between two cycles, so that a long prompt does not hold up other
-    answers; auto: as many as take about as long as a cycle."""
+    answers; auto: for each prompt as many as take one and a half cycles."""
     max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
     """Tokens of a prompt and its answer. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096

@@ -21,7 +21,7 @@ class Settings:
         queue: sequences that may wait for a row; a request beyond it gets status 429.
         max_model_len: tokens of a prompt and its answer together.
         max_tokens: tokens of one answer, and the default of chats.
-        prefill_budget: prompt tokens that are read between two cycles; "auto": as many as take about as long as a cycle.
+        prefill_budget: prompt tokens that are read between two cycles; "auto": see `core.prompts`.
         max_sequences: prompts x samples of one request.
         timeout: seconds after which a request is given up.
         keep_alive: seconds of silence after which a stream sends a comment.

@@ -61,6 +61,7 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert llm.generate("Hello there", max_new_tokens=20, raw=True).token_ids == plain(llm, llm.ids("Hello there", raw=True), 20)
 
 
+@pytest.mark.slow
 def test_several_answers_to_a_prompt(llm: LLM) -> None:
     """Bugs: answers share a seed or their text reader, come in another order, or the prompt is read for each of them."""
     prompts = ("Hello there", "Another one")
@@ -73,6 +74,7 @@ def test_several_answers_to_a_prompt(llm: LLM) -> None:
     assert [[a.token_ids for a in each] for each in both] == [[a.token_ids for a in each] for each in alone]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_drafts_of_one_request(llm: LLM) -> None:
     """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers to Python."""
     expected = plain(llm, "Hello there", 40)
@@ -89,6 +91,7 @@ def test_drafts_of_one_request(llm: LLM) -> None:
     assert result.stats.predicted_tokens == 0
 
 
+@pytest.mark.slow
 def test_stream_is_generate(llm: LLM) -> None:
     """Guards streaming: pieces add up to the text and ids of generate; bytes that are no characters yet are held back."""
     for temperature in (0.0, 1.0):
@@ -200,6 +203,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, target: Target) -> tuple[P
     return base / "target", base / "head"
 
 
+@pytest.mark.slow
 def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
     """Guards the front door: folders, methods, options, and what a head may not be combined with."""
     model, head = folders

@@ -180,6 +180,7 @@ def _cycles(imports: list[Import]) -> list[list[str]]:
     return cycles
 
 
+@pytest.mark.slow
 def test_packages_keep_their_layers() -> None:
     """Guards against imports that turn the layers into a knot. No false alarms: the source is read, nothing is run."""
     assert modules_of(EYAS), f"no modules under {EYAS}"

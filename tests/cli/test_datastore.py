@@ -22,6 +22,7 @@ def novel(tmp_path: Path) -> Path:
     return tmp_path / "novel.txt"
 
 
+@pytest.mark.slow
 def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_path: Path) -> None:
     """Build, append, merge, verify, generate; the text is that of plain decoding."""
     build = ("datastore", "build", "--target", "llama", "--output", tmp_path / "store")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(name: str, refused: Run) -> None:
     """Each of these was a traceback, or silently something else, in one library or another."""
@@ -254,6 +256,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(run: Run, prompts: Path, tmp_pat
     assert [json.loads(line)["line"] for line in output.read_text().splitlines()] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_stdout_that_is_full_or_closed() -> None:
     """Python's own complaint at its end, and status 120, came instead."""
@@ -294,10 +297,17 @@ def test_out_of_memory_is_one_line(refused: Run, monkeypatch: pytest.MonkeyPatch
     assert "out of memory" in refused(*GENERATE, "--method", "vanilla", "x")
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Python's own handler: background jobs of a shell begin without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     """transformers makes an ImportError of it, and eyas said that a method cannot be loaded."""
-    import signal
-
     from eyas.cli._errors import exit_status
     from eyas.errors import OptionError
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from eyas import checkpoints
@@ -15,6 +16,7 @@ from eyas import checkpoints
 Run = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_an_export_drafts_in_eyas_too(run: Run, answer: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Bugs: the folder is another one than it says; its head is not read; the line for the engine lacks the folder or the target."""
     result = run("export", "head", "--format", "sglang", "--output", tmp_path / "out", "--target", "llama", "--generate-hook", "--json")

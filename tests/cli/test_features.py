@@ -41,6 +41,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alpha, "chain_figures", lambda *arguments: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path) -> None:
     """The way of a user: features, a check, a training from them and one from the data: the same examples held out, the same losses."""
@@ -172,6 +173,7 @@ def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp
 # --- workers ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each process is told, done here one after the other; then nothing is missing. The target that the plan was made with is gone
     when the first one starts: with several devices it would sit on the first of them beside that worker's own."""
@@ -216,6 +218,7 @@ def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...],
     assert FeatureStore(tmp_path / "store").missing() == before
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said which, why and how to go on; the others finish, however much they say. (Real processes, but of another program.)"""
     chatty = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.exit('eyas: error: no space left')"

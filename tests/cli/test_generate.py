@@ -58,6 +58,7 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     assert tuple(told["accepted_lengths"]) == made.stats.accepted_lengths
 
 
+@pytest.mark.slow
 def test_several_answers_and_drafts_as_asked(answer: Run, run: Run, world: Path) -> None:
     """Bug: --n, --drafting or --prediction have no effect, or change an answer."""
     several = answer("hello", "--draft", "head", "--n", 2, "--temperature", 0.9, "--seed", 5)["results"]
@@ -90,6 +91,7 @@ def test_laws_and_log_probabilities(answer: Run, world: Path) -> None:
     assert set(told) == KEYS | {"logprobs", "prompt_logprobs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)])
 def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -> None:
     said = [answer("hello", "--method", "vanilla", *sampling)["token_ids"]]
@@ -99,6 +101,7 @@ def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -
     assert all(ids == said[0] for ids in said)
 
 
+@pytest.mark.slow
 def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) -> None:
     said = answer("hello", "--draft", "head")["text"]
     result = run("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 24, "hello")
@@ -115,6 +118,7 @@ def test_without_a_draft_it_says_so(run: Run) -> None:
     assert run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a silent wait of some seconds; and against saying so each time, or where nothing is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -132,10 +136,12 @@ def test_prompt_ids_need_no_tokenizer(run: Run, answer: Run) -> None:
     assert shown.stdout == ",".join(map(str, ids)) + "\n"
 
 
+@pytest.mark.slow
 def test_prompt_from_stdin(answer: Run) -> None:
     assert answer("-", stdin="hello")["token_ids"] == answer("hello")["token_ids"]
 
 
+@pytest.mark.slow
 def test_system_raw_and_tokenizer(answer: Run, world: Path, run: Run) -> None:
     plain = answer("hello")["token_ids"]
     assert answer("hello", "--system", "be brief")["token_ids"] != plain
@@ -144,6 +150,7 @@ def test_system_raw_and_tokenizer(answer: Run, world: Path, run: Run) -> None:
     assert json.loads(other.stdout)["token_ids"] == plain
 
 
+@pytest.mark.slow
 def test_stops_and_length(answer: Run) -> None:
     whole = answer("hello", "--ignore-eos", "--max-new-tokens", 40)
     assert len(whole["token_ids"]) == 40
@@ -187,6 +194,7 @@ def key(result: dict[str, Any]) -> Any:
     return result.get("id", result.get("line"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) -> None:
     output = tmp_path / "out.jsonl"

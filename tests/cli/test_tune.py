@@ -20,6 +20,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "REPEATS", 1)
 
 
+@pytest.mark.slow
 def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
     """Bugs: it measures again what is known, or does not when it is told to; a pipe gets something else than one JSON object."""
     first, second, third = (run("tune", "--target", "llama", "--draft", "head", "--json", *more) for more in ((), (), ("--force",)))
@@ -44,6 +45,7 @@ def test_tune_for_people(run: Run) -> None:
     assert "measured now: " in result.stderr
 
 
+@pytest.mark.slow
 def test_tune_refuses(refused: Callable[..., str]) -> None:
     """Bug: a method without sizes is measured for nothing, or ends in a traceback."""
     assert "suffix does not grow its trees" in refused("tune", "--target", "llama", "--method", "suffix")

@@ -95,6 +95,7 @@ def answers() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(plain_decode(target().model, request)) for request in requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:

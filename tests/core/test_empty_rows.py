@@ -74,6 +74,7 @@ def test_a_draft_model_computes_active_rows_only(target: Target) -> None:
     assert set(seen) == {1}
 
 
+@pytest.mark.slow
 @needs
 def test_kernels_leave_rows_out() -> None:
     """Forwards and draft trees of two rows out of five equal those of all five to the last bit."""

@@ -81,6 +81,7 @@ def test_rows_join_and_leave_between_cycles(target: Target) -> None:
     assert [tokens[i + 1] for i in range(6)] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 def test_prefix_reuse(target: Target, name: str) -> None:
     """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch, wherever the two part."""

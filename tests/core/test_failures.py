@@ -116,6 +116,7 @@ def check_isolation(
                 assert new == plain or not (exact or request.sampling.greedy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
     """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of the row would fail as well. Once in a

@@ -196,6 +196,7 @@ def noise_of(kind: type[GumbelNoise]) -> GumbelNoise:
     return kind(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.bool), False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:
     """Guards the keys of every random number that verification and drafting read: block verification once read the numbers of refused
@@ -203,6 +204,7 @@ def test_the_joint_law_is_the_targets(rule: str) -> None:
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "tree", "confident chain", "dynamic tree", "block and tree"])
 def test_the_joint_law_with_penalties(rule: str) -> None:
     """Guards the text of each node in p and in q, cycle after cycle: with a count that is one off, or without the penalties in q_BNV, the
@@ -219,6 +221,7 @@ def test_numbers_that_are_read_twice_are_noticed(rule: str) -> None:
     assert z_of(decode(RULES[rule], noise_of(ReadTwice))) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "block and tree"])
 def test_the_old_keys_of_blocks_are_noticed(rule: str) -> None:
     """Uniforms keyed by absolute position: the bug that this module guards against."""

@@ -147,6 +147,7 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
     assert not torch.equal(found[0].tokens_BN[1], found[1].tokens_BN[1])
 
 
+@pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
     """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)

@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_attention(name: str, dtype: torch.dtype) -> None:
@@ -135,6 +136,7 @@ def test_reference_is_attention(name: str) -> None:
     torch.testing.assert_close(operator.double(), by_torch(case, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_views_of_a_cache_are_read_in_place() -> None:
     """Guards strides: queries that are part of a wider matrix, keys that are a layer's part of a cache of several rows."""
     case = Case(lengths=(70, 3, 40))

@@ -53,6 +53,7 @@ def noise_of(*temperatures: float) -> GumbelNoise:
     return GumbelNoise.of([Sampling(t, seed=7 + n) for n, t in enumerate(temperatures)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (1.0, 1.0), (0.0, 0.7)])
 @pytest.mark.parametrize("vocab", [50, 2500])
 def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
@@ -73,6 +74,7 @@ def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
     assert broken.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_paths() -> None:
     """Guards the descent: every prefix of a path, a drawn token that no child has, children that may not be accepted; NaN; one node."""
     die = torch.Generator().manual_seed(0)
@@ -217,6 +219,7 @@ def wrong_paths(*inputs: Any) -> None:
     inputs[-1].zero_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "kernel", "fault"),
     [

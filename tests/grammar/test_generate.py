@@ -99,6 +99,7 @@ def embedded() -> eyas.LLM:
     return eyas.load(tree={"nodes": 8, "depth": 4, "branch": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:
     """Guards the whole way from a schema to a text: it parses, it validates, and it is that of plain decoding; streamed and not."""

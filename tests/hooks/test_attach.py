@@ -84,6 +84,7 @@ def test_attachments_replace_each_other(model: PreTrainedModel) -> None:
     assert "generate" not in model.__dict__
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_twice(model: PreTrainedModel, loads: list[Any]) -> None:
     """Loading or packing the target for each call would cost more than drafts gain; weights that changed need it."""
     for _ in range(2):
@@ -111,6 +112,7 @@ def test_kernels_follow_the_weights(model: PreTrainedModel) -> None:
     assert not torch.equal(*made)
 
 
+@pytest.mark.slow
 def test_models_are_freed_copied_and_saved(model: PreTrainedModel) -> None:
     """What is kept for a model goes with it; a copy decodes with its own weights."""
     eyas.attach(model, "suffix")
@@ -187,6 +189,7 @@ def test_pipelines_and_arguments_by_position(model: PreTrainedModel) -> None:
         assert len(seen) == 1, "another custom_generate is the caller's own wish"
 
 
+@pytest.mark.slow
 def test_a_head_that_is_named_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in the folder says where it lies: transformers runs a copy of its code."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -214,6 +217,7 @@ def test_a_head_that_is_named_is_enough(tmp_path: Path, monkeypatch: pytest.Monk
         eyas.hooks.generate_by_folder(model, **padded())
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_embedded_head_drafts() -> None:
     """The head that the tutorial names, by every door's default: several tokens for each forward, the model's own text."""

@@ -38,6 +38,7 @@ def by_eyas(**options: Any) -> Any:
     return eyas.hf("suffix", tree="fixed", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:
     """Padding counted as text, a law applied in another order, or a cut at the wrong token changes an id."""
@@ -172,6 +173,7 @@ def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> 
     assert only.logits is None
 
 
+@pytest.mark.slow
 def test_sampled_texts_have_transformers_law(model: PreTrainedModel) -> None:
     """Pairs of tokens against their exact probabilities; seeded. An error of a tenth in one probability is found with near certainty."""
     prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 900

@@ -105,6 +105,7 @@ def test_a_tree_has_plain_decodings_bits(family: str) -> None:
             assert torch.equal(last, logits_BNV[b, node]), f"row {b}, node {node}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:
     """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal those of the model's own forward;

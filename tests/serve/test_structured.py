@@ -145,6 +145,7 @@ def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:
     assert call.id.startswith("call_")
 
 
+@pytest.mark.slow
 def test_calls_that_the_model_decides_on(tooled: Running) -> None:
     """Guards tool_choice auto. The model is made to write what a model with tools writes: reasoning, words, two calls."""
     text = f"<think>Hm.</think>Let me see.{CALL}{CALL}"

@@ -69,6 +69,7 @@ def compare(server: Running, cases: Sequence[Case], spread: float = 0.0, **extra
         assert text == case.text, case
 
 
+@pytest.mark.slow
 def test_alone(server: Running, cases: list[Case]) -> None:
     """One after another: the Decoder of a single row."""
 

@@ -292,6 +292,7 @@ def killed(process: Any) -> None:
     assert process.exitcode == -signal.SIGKILL, "it was over before the kill; make it slower"
 
 
+@pytest.mark.slow
 def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
     """kill -9, wherever it hits, ten times in one run; what is there is whole and the end has the same bits. The moments are random, the
     result is not: no false alarm. No process does more steps than it is told to, and all together fewer than the run's twelve.

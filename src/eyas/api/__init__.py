@@ -1,0 +1,18 @@
+"""Load a target with a drafter; generate, stream, chat. Each of them adds up the Steps of the engine.
+
+    llm = eyas.load("meta-llama/Llama-3.1-8B-Instruct", draft="path/or/hub-id")
+    llm.generate("Why is the sky blue?").text
+
+This module knows prompts, tokenizers and results; it knows no tree and no model family.
+"""
+
+from eyas.api._llm import LLM, Chat
+from eyas.api._loading import LOAD_KEYWORDS, load
+from eyas.api._processors import check_processor, sampling_of
+from eyas.api._results import Piece, Result, Stats, TextReader
+from eyas.api._stream import Stream
+from eyas.arguments import Prompt
+
+__all__ = [
+    "LLM", "LOAD_KEYWORDS", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "TextReader", "check_processor", "load", "sampling_of",
+]  # fmt: skip

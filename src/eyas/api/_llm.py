@@ -1,0 +1,405 @@
+"""A target with a drafter, ready to generate; and conversations with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack, cast, overload
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eyas.api._processors import check_processor, sampling_of
+from eyas.api._results import Answer, Result, TextReader, shortened
+from eyas.api._stream import Stream
+from eyas.arguments import (
+    GenerateKeywords,
+    Messages,
+    Prompt,
+    as_processors,
+    as_prompts,
+    generate_keywords,
+    whole_number,
+    with_generate_keywords,
+    with_objects,
+)
+from eyas.core.constraints import Constraint
+from eyas.core.dormant import Policy, adapted
+from eyas.core.drafter import Drafter, method_name
+from eyas.core.engine import Decoder, Request, Step, keeps_well
+from eyas.core.requests import check_steps
+from eyas.core.target import Target
+from eyas.errors import InputError, ModelError, OptionError
+from eyas.grammar import Grammars, structure_of
+from eyas.text import encode, encode_part, render
+
+__all__ = ["LLM", "Chat"]
+
+DEFAULT_NEW_TOKENS = 256
+
+
+class LLM:
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that is
+    decoded here.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase | None,
+        draft_name: str | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.draft_name = draft_name
+        self.policy = policy
+        self.eos = _eos(target.model, tokenizer)
+        self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (what it was made of, the Decoder)
+        self._grammars: Grammars | None = None
+
+    def __repr__(self) -> str:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        tree = "fixed" if self.policy is None else "auto"
+        return f"LLM({self._name!r}, method={self.method!r}, tree={tree!r}, dtype={dtype!r}, device={str(self.target.device)!r})"
+
+    @property
+    def _name(self) -> str:
+        return self.target.name or type(self.target.model).__name__
+
+    @property
+    def method(self) -> str:
+        """The method's name; "eagle2+suffix" for two."""
+        return method_name(self.drafter)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[int] | Messages,
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Messages,
+        *,
+        n: int,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> list[Result]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> list[Result]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Tensor | Mapping[str, Any],
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Result | list[Result]: ...
+    @with_generate_keywords
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        system: str | None = None,
+        batch_size: int | None = None,
+        n: int = 1,
+        **keywords: Any,
+    ) -> Any:
+        """Answer one prompt, or each of a list of prompts, once or several times.
+
+        Args:
+            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
+                tokenizer returns), or a list of those (a tensor [B, T]).
+            system: a system message, for tokenizers with a chat template.
+            batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
+                elsewhere.
+            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); keywords go before its fields.
+            generation_config: `GenerationConfig` of transformers, instead.
+            n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
+            max_new_tokens: None: 256, or as many as fit the context.
+            temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+                frequency_penalty, logit_bias, seed: see `Sampling`. Greedy by default. None is the
+                default. logit_bias may be a dict, also with strings of digits as keys.
+            min_tokens: no token that ends the answer comes before this many others.
+            stop_token_ids: further tokens that end the answer.
+            logprobs: list the log-probability of every new token, and those of this many most
+                probable tokens (0: none): raw, before penalties and temperature. In
+                `Result.logprobs`.
+            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
+                if its beginning is in a cache.
+            stop: a stop string or several. The text ends before it, the ids with the token that
+                completes it.
+            logits_processor: processors of transformers, one or several. They run once for each
+                node, with the node's own prefix, which is slow.
+            draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
+            prediction: text (or token ids) that the answer probably repeats, such as the file that
+                is to be edited. It is drafted; it changes the speed, never the answer.
+            ignore_eos: go on to max_new_tokens.
+            raw: take a string as it is, without the chat template.
+            response_format, regex, grammar, choice: the texts that the answer may have
+                (docs/structured_output.md). response_format is OpenAI's, or a model of pydantic.
+
+        Returns:
+            A Result, or a list of them in the order of the prompts. With n above 1 a list of n
+            Results takes the place of each.
+
+        Raises:
+            InputError, FitError, OptionError: before anything is decoded.
+        """
+        prompts, single = as_prompts(prompt)
+        keywords = with_objects(keywords)
+        n = whole_number("n", keywords.pop("n", 1) if n == 1 else n)
+        keywords.pop("n", None)
+        asked = generate_keywords(keywords)
+        seeds = [{**keywords, "seed": (int(asked["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
+        answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in seeds]
+        results = dict(self._answer_each(answers, batch_size, reuse=n > 1))
+        flat = [results[i] for i in range(len(answers))]
+        each = flat if n == 1 else [flat[i : i + n] for i in range(0, len(flat), n)]
+        return each[0] if single else each
+
+    def generate_each(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int | None = None,
+        *,
+        system: str | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
+        `generate`.
+        """
+        answers = [Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
+        yield from self._answer_each(answers, batch_size)
+
+    def _answer_each(self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False) -> Iterator[tuple[int, Result]]:
+        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts that begin alike are read once."""
+        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
+        decoder, keep = self.take_decoder(max(1, min(rows, len(answers))), reuse)
+        index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
+        while not decoder.finished:
+            for step in check_steps(decoder.step()):
+                i = index[step.request]
+                answers[i].add(step)
+                if step.finish:
+                    yield i, answers[i].result()
+        keep()
+
+    @with_generate_keywords
+    def stream(
+        self,
+        prompt: Prompt | Tensor | Mapping[str, Any],
+        *,
+        system: str | None = None,
+        on_step: Callable[[Step], None] | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Stream:
+        """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
+
+        Closing the stream early leaves everything usable.
+
+        Args:
+            on_step: called with the engine's record of each cycle, which then has a `Trace`: the
+                tree with its probabilities.
+        """
+        request, reader = self.request(prompt, system=system, **keywords)
+        answer = Answer(replace(request, trace=on_step is not None), reader)
+        decoder, keep = self.take_decoder()
+        return Stream(decoder, answer, keep, on_step)
+
+    @with_generate_keywords
+    def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
+        """Begin a conversation whose keys and values are kept from turn to turn.
+
+        Parameters as in `generate`; they hold for every turn.
+        """
+        return Chat(self, system, keywords)
+
+    def ids(self, prompt: Any, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
+        """Token ids of one prompt.
+
+        A string is a user's message where the tokenizer has a chat template, unless `raw`.
+        """
+        prompts, _ = as_prompts(prompt)
+        if len(prompts) != 1:
+            raise InputError("the prompt is empty: give at least one token" if not prompts else f"one prompt at a time, not {len(prompts)}")
+        one = prompts[0]
+        template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
+        if isinstance(one, tuple):
+            if system:
+                raise InputError("a system message needs a prompt that goes through the chat template: a string or messages, no token ids")
+            return cast(tuple[int, ...], one)
+        if self.tokenizer is None:
+            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
+        if system and not template:
+            raise InputError("a system message needs a chat template: this tokenizer has none, or raw leaves it out")
+        if isinstance(one, str):
+            if not one.strip():
+                raise InputError("the prompt is empty")
+            if not template:
+                return tuple(encode(self.tokenizer, one))
+            one = [{"role": "user", "content": one}]
+        head = [{"role": "system", "content": system}] if system else []
+        return tuple(render(self.tokenizer, [*head, *cast(Messages, one)]))
+
+    def request(self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> tuple[Request, TextReader]:
+        """The engine's request for a prompt, and the reader that turns its tokens into text.
+        Parameters as in `generate`.
+        """
+        asked = generate_keywords(keywords)
+        ids = self.ids(prompt, system, asked["raw"])
+        eos = (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"])
+        reader = TextReader(self.tokenizer, asked["stop"])
+        request = Request(
+            ids,
+            self._new_tokens(asked, len(ids)),
+            sampling_of(asked),
+            eos,
+            reader.feed,
+            tuple(check_processor(p) for p in as_processors(asked["logits_processor"])),
+            min_tokens=asked["min_tokens"],
+            logprobs=asked["logprobs"],
+            prompt_logprobs=asked["prompt_logprobs"],
+            constraint=self._constraint(asked, eos),
+            draft=asked["draft"],
+            prediction=self._prediction(asked["prediction"]),
+        )
+        return request, reader
+
+    def _constraint(self, asked: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
+        """The constraint that the keywords ask for; None where the text is free."""
+        structure = structure_of(asked)
+        if structure is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
+        return self._grammars.constraint(structure, eos)
+
+    def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Token ids of a predicted text."""
+        if given is None or isinstance(given, str):
+            if given and self.tokenizer is None:
+                raise InputError("this target has no tokenizer: give the prediction as token ids")
+            return tuple(encode_part(self.tokenizer, given, "the prediction")) if given and self.tokenizer else ()
+        return self.ids(given, raw=True) if len(given) else ()
+
+    def _new_tokens(self, asked: Mapping[str, Any], prompt_length: int) -> int:
+        most: int | None = asked["max_new_tokens"]
+        if asked.get("max_length") is not None:
+            if most is not None:
+                raise OptionError("max_length and max_new_tokens say the same: write max_new_tokens only")
+            most = whole_number("max_length", asked["max_length"]) - prompt_length
+            if most < 1:
+                raise OptionError(f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead")
+        return max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length)) if most is None else most
+
+    @property
+    def _default_rows(self) -> int:
+        return 1 if self.target.device.type == "cpu" else 8
+
+    def take_decoder(self, rows: int = 1, reuse: bool = False) -> tuple[Decoder, Callable[[], None]]:
+        """A Decoder without requests, the one that served last where it suits; and a function that
+        lets it serve again.
+
+        Call it when all is well: after an error the rows of a Decoder may hold anything.
+        """
+        made_of = self.target, self.drafter, self.policy, rows, reuse
+        idle, self._idle = self._idle, None
+        if idle is None or idle[0] != made_of:
+            idle = made_of, Decoder(self.target, adapted(self.drafter, self.policy), rows, reuse)
+        decoder = idle[1]
+
+        def keep() -> None:
+            if decoder.finished and keeps_well(decoder):
+                self._idle = made_of, decoder
+
+        return decoder, keep
+
+
+class Chat:
+    """A conversation. Keys and values of earlier turns are used again, up to the first token that
+    differs.
+    """
+
+    def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
+        self.llm = llm
+        self.keywords = generate_keywords(keywords)
+        sampling_of(self.keywords)  # impossible values are refused here
+        if system is not None and not isinstance(system, str):
+            raise InputError(f"a system message must be a string, not {type(system).__name__}")
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=1, reuse=True)
+
+    def __repr__(self) -> str:
+        last = f", last {self.messages[-1]['role']}: {shortened(self.messages[-1]['content'])!r}" if self.messages else ""
+        return f"Chat({self.llm._name!r}, {len(self.messages)} messages{last})"
+
+    @with_generate_keywords
+    def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
+        """Send a user's message; it and the answer join the conversation. Parameters as in
+        `LLM.generate`.
+        """
+        stream = self.stream(text, **keywords)
+        for _ in stream:
+            pass
+        return stream.result()
+
+    @with_generate_keywords
+    def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
+        """The same, piece by piece. When the stream is closed early, the text so far joins the
+        conversation.
+        """
+        if not self._decoder.finished:
+            raise InputError("the last answer is still being streamed: read it to its end, or close it")
+        if not isinstance(text, str) or not text.strip():
+            raise InputError("the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}")
+        asked = generate_keywords(keywords, self.keywords)
+        answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **asked))
+        return Stream(self._decoder, answer, lambda: self._join(text, answer))
+
+    def _join(self, text: str, answer: Answer) -> None:
+        if answer.totals.token_ids:
+            reply = answer.result().text
+            self.messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": reply},
+            ]
+
+
+def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Token ids that end an answer, as transformers finds them: generation config, else model
+    config, else tokenizer.
+    """
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            listed = list(ids) if isinstance(ids, list | tuple) else [ids]
+            if not all(isinstance(token, int) for token in listed):
+                raise ModelError(f"eos_token_id must be a token id or a list of them, and it is {ids!r} in {type(source).__name__}")
+            return frozenset(listed)
+    return frozenset()

@@ -1,0 +1,226 @@
+"""Loads a target with a drafter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eyas import checkpoints, drafters, runners, tiny
+from eyas.adaptive import auto, mode_of
+from eyas.api._llm import LLM
+from eyas.arguments import load_keywords, on_or_off
+from eyas.core.drafter import Drafter, build_options, flags
+from eyas.core.pretrained import check_config, read_tokenizer
+from eyas.core.target import Target, pick_device, pick_dtype
+from eyas.drafters._merge import Merged
+from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
+
+__all__ = ["LOAD_KEYWORDS", "load"]
+
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
+AUTO = "auto"  # the draft that the list of published heads has for the target
+WITHOUT_HEAD = "suffix"  # the default method without a head
+
+
+def load(
+    target: str | Path | PreTrainedModel | None = None,
+    draft: str | Path | Drafter | None = None,
+    method: str | None = None,
+    *,
+    draft_with: str | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | int | None = "auto",
+    trust_remote_code: bool = False,
+    kernels: str | bool | None = "auto",
+    weights: str = "exact",
+    activations: str = "exact",
+    draft_weights: str = "exact",
+    **options: Any,
+) -> LLM:
+    """Load a target with a drafter, ready to generate.
+
+    Args:
+        target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded
+            model with its own head.
+        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none. "auto": the first head
+            that is listed for this target and can be read (docs/checkpoints.md); a warning says which.
+        method: a name from `eyas methods` or a dotted path. None: the method that the head was made
+            for; `suffix` without a head.
+        draft_with: a second method, one that needs no head; its tree is merged with the first one's
+            in every cycle.
+        tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
+        dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
+            graphs on a GPU once they have given the model's own numbers there, the model's own
+            forward elsewhere. "on": the same, with a warning where they are not used, and for
+            models that you loaded, too. "compile": the same with layers that have no kernels by
+            torch.compile. "off": the model's own forward.
+        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a
+            target of its own.
+        activations: precision of what weights are multiplied by: "exact", or rounded by the kernels
+            to "bfloat16" (for weights kept as bfloat16), "int16" or "int8" (for weights kept as
+            int8 or int4): prompts and large trees cost less; a target of its own.
+        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs that multiply it) or "int4"
+            (by the kernels): changes what is drafted, never the text.
+        options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the
+            second method has go there. tree="auto" adapts the tree's size to this machine and
+            drafts nothing where that is faster: the default, unless a tree is described.
+            tree="fixed" keeps to the options in every cycle.
+
+    Raises:
+        ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
+    """
+    options, dtype, device = load_keywords(options, dtype, device)
+    if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
+        draft, method = None, draft
+    mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
+    if target is None:
+        method = method or (tiny.BEST if draft in (None, AUTO) else None)
+        if draft in (None, AUTO) and method is not None:
+            draft = tiny.HEADS.get(drafters.find(method).reads)
+    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code)
+    loaded_target = runners.prepared(
+        loaded_target,
+        on_or_off(kernels),
+        own=not isinstance(target, PreTrainedModel),
+        weights=weights,
+        activations=activations,
+        draft_weights=draft_weights,
+    )
+    if isinstance(draft, str) and draft == AUTO:
+        draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)
+    else:
+        drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
+    runners.warm_up(drafter)
+    policy = auto(drafter) if mode == "auto" else None
+    return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
+
+
+def _load_target(
+    source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool
+) -> tuple[Target, PreTrainedTokenizerBase | None]:
+    """The target and its tokenizer, from whatever names them."""
+    if source is None:
+        place = torch.device(pick_device(device))
+        kind = pick_dtype(dtype, place)
+        embedded: torch.nn.Module = tiny.model()
+        embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
+        return Target(cast(PreTrainedModel, embedded), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
+    if isinstance(source, PreTrainedModel):
+        name = source.name_or_path
+        loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
+        return Target(source, name or type(source).__name__), loaded_tokenizer
+    if not isinstance(source, str | Path):
+        raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
+    check_config(source, trust_remote_code)
+    loaded_tokenizer = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
+    return Target.load(source, dtype, device, trust_remote_code), loaded_tokenizer
+
+
+def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the caller names; None for False. ModelError where there is none."""
+    if source is False:
+        return None
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | Path):
+        raise ModelError(f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}")
+    return read_tokenizer(source, trust_remote_code, required=True)
+
+
+def _load_drafter(
+    target: Target,
+    draft: Any,
+    method: str | None,
+    options: Mapping[str, Any],
+    draft_with: str | None,
+) -> Drafter:
+    """The drafter that `load` asks for; with `draft_with` two, merged."""
+    second = None if draft_with is None else drafters.find(draft_with)
+    if second is not None and second.needs_weights:
+        raise OptionError(f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method")
+    if isinstance(draft, Drafter):
+        _check_ready_drafter(draft, target, method, options if second is None else {})
+        return draft if second is None else Merged(draft, _build(second, None, target, options))
+    if not isinstance(draft, str | Path | None):
+        raise OptionError(f"a draft is a folder, a hub id or a Drafter, not {type(draft).__name__}")
+    if method is None:
+        format_method = WITHOUT_HEAD if draft is None else checkpoints.load(draft).method
+        method = DEFAULT_METHODS.get(format_method, format_method)
+    first = drafters.find(method)
+    second_options = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
+    drafter = _build(
+        first,
+        draft,
+        target,
+        {name: value for name, value in options.items() if name not in second_options},
+    )
+    _warn_about_head(drafter, draft, target)
+    return drafter if second is None else Merged(drafter, _build(second, None, target, second_options))
+
+
+def _listed_drafter(target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None) -> tuple[str | None, Drafter]:
+    """(hub id, drafter) of the first listed head for this target that can be read; the default without a head where none is listed.
+
+    Raises:
+        CheckpointError: heads are listed, and none of them can be fetched and read.
+    """
+    reads = None if method is None else drafters.find(method).reads
+    heads = [head for head in checkpoints.listed_heads(target.name) if reads in (None, head.method)]
+    failures = list[CheckpointError]()
+    for head in heads:
+        try:
+            drafter = _load_drafter(target, head.head, method, options, draft_with)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        warnings.warn(f"draft auto: took {head.head}, which {head.source} lists for {head.target}", stacklevel=3)
+        return head.head, drafter
+    if failures:
+        rest = f" (and {len(failures) - 1} more listed heads fail)" if len(failures) > 1 else ""
+        raise CheckpointError(f"draft auto: {failures[0]}{rest}") from failures[0]
+    warnings.warn(f"draft auto: no head is listed for {target.name}; took {method or WITHOUT_HEAD}, which needs none", stacklevel=3)
+    return None, _load_drafter(target, None, method, options, draft_with)
+
+
+def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
+    for name in options:
+        if not _has(kind, name):
+            known = [*flags(kind.Options, deprecated=False), *LOAD_KEYWORDS]
+            raise UnknownOptionError(name, near(name, known))
+    return kind.from_pretrained(source, target, build_options(kind.Options, options))
+
+
+def _has(kind: type[Drafter], option: str) -> bool:
+    """True for an option of the method, or one in a group of its options."""
+    return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
+
+
+def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Mapping[str, Any]) -> None:
+    if method is not None or options or draft.target.model is not target.model:
+        raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
+    if draft.target.draft_weights != target.draft_weights:
+        raise OptionError("the precision of a Drafter's weights was chosen when it was made: leave draft_weights out")
+
+
+def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
+    if drafter.needs_weights and not target.head_is_exact:
+        warnings.warn(
+            f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
+            stacklevel=4,
+        )
+    if drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
+        warnings.warn(
+            f"{draft} was trained for another target: the text stays the same, but less of it may be drafted",
+            stacklevel=4,
+        )
+
+
+LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))

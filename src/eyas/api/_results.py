@@ -1,0 +1,153 @@
+"""Answers: results, pieces of streams, figures, and how tokens become text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from eyas.core.engine import Request, Step
+from eyas.core.requests import TokenLogprobs
+from eyas.core.sampling import Processor
+from eyas.errors import InputError
+from eyas.metrics import StepTotals, tau, tokens_per_second
+from eyas.text import StopStrings
+
+__all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shortened"]
+
+SHOWN = 60  # characters of a text that a repr shows
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one answer."""
+
+    cycles: int  # forwards of the target after the prompt's own
+    accepted_lengths: tuple[int, ...]  # draft tokens that each cycle emitted, without the bonus token
+    seconds: float  # from the prompt to the last token
+    prefill_seconds: float  # of these, the prompt's forward and the first token
+    slow_processors: tuple[str, ...] = ()  # processors that run once for each node
+
+    tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
+    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.plan`
+    predicted_tokens: int = 0  # accepted draft tokens that `prediction` proposed
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values were there already
+
+    @classmethod
+    def of(cls, totals: StepTotals, processors: Sequence[Processor] = ()) -> Stats:
+        """The figures of the steps of one request."""
+        return cls(
+            cycles=totals.cycles,
+            accepted_lengths=tuple(totals.accepted_lengths),
+            seconds=totals.seconds,
+            prefill_seconds=totals.prefill_seconds,
+            slow_processors=tuple(type(p).__name__ for p in processors),
+            tokens=totals.emitted,
+            decisions=dict(totals.decisions),
+            predicted_tokens=totals.predicted_tokens,
+            cached_tokens=totals.cached_tokens,
+        )
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per cycle, the bonus token included; 0 without cycles."""
+        return tau(self.tokens, self.cycles)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted by cycles per second after the prefill; 0 without cycles."""
+        return tokens_per_second(self.tokens, self.seconds - self.prefill_seconds)
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """An answer."""
+
+    text: str  # without special tokens and without the stop string
+    token_ids: tuple[int, ...]  # the new tokens up to the one that ended the text, an EOS included
+    finish_reason: str  # "stop" | "length"
+    stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of the prompt's tokens; the first one has none
+
+    def __repr__(self) -> str:
+        return (
+            f"Result(text={shortened(self.text)!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
+            f"tau={self.stats.tau:.2f}, tokens_per_second={self.stats.tokens_per_second:.0f})"
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a streamed answer that one cycle adds."""
+
+    text: str  # empty while characters are incomplete or may become a stop string
+    token_ids: tuple[int, ...]
+    accepted: int  # draft tokens among them
+    finish_reason: str | None  # set in the last piece
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, if they were asked for
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+class TextReader:
+    """Reads a request's tokens as text; tells the engine when a stop string is complete."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str] | None = None) -> None:
+        if tokenizer is None and stop:
+            raise InputError("stop strings need a tokenizer, and this target has none")
+        self._stops = None if tokenizer is None else StopStrings(tokenizer, stop)
+        self.stop_string: str | None = None  # the one that ended the text
+        self._taken: list[str] = []
+        self._new: list[str] = []
+
+    def feed(self, token: int) -> bool:
+        """Read one token; True where it completes a stop string."""
+        if self._stops is None:
+            return False
+        piece = self._stops.feed(token)
+        self._new.append(piece.text)
+        self.stop_string = piece.hit
+        return piece.hit is not None
+
+    def take(self, final: bool = False) -> str:
+        """The text since the last call; `final` adds the text that was held back."""
+        if final and self._stops is not None:
+            self._new.append(self._stops.flush())
+        text = "".join(self._new)
+        self._new = []
+        self._taken.append(text)
+        return text
+
+    def text(self) -> str:
+        """All text so far, with the text that is held back."""
+        tail = "" if self._stops is None else self._stops.tail()
+        return "".join([*self._taken, *self._new, tail])
+
+
+class Answer:
+    """Collects the Steps of one request: text, token ids and figures."""
+
+    def __init__(self, request: Request, reader: TextReader) -> None:
+        self.request = request
+        self.reader = reader
+        self.totals = StepTotals()
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+    def add(self, step: Step) -> Piece:
+        self.totals.add(step)
+        self.logprobs += step.logprobs
+        self.prompt_logprobs += step.prompt_logprobs
+        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, step.logprobs)
+
+    def result(self) -> Result:
+        """The answer so far; one that was broken off counts as ended by its length."""
+        totals = self.totals
+        stats = Stats.of(totals, self.request.processors)
+        logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
+        prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
+        return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs)

@@ -1,0 +1,72 @@
+"""An answer that comes piece by piece."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from eyas.api._results import Answer, Piece, Result
+from eyas.core.engine import Decoder, Step
+from eyas.core.requests import check_steps
+
+__all__ = ["Stream"]
+
+
+class Stream(Iterator[Piece]):
+    """An answer that is being decoded, piece by piece."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        answer: Answer,
+        at_end: Callable[[], None],
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._answer = answer
+        self._at_end = at_end
+        self._on_step = on_step
+        self._pieces = deque[Piece]()
+        self._open = False
+        self._ticket = decoder.add(answer.request)
+        self._open = True
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._pieces:
+            if not self._open:
+                raise StopIteration
+            self._step()
+        return self._pieces.popleft()
+
+    def _step(self) -> None:
+        try:
+            steps = check_steps(self._decoder.step())
+        except BaseException:
+            self._open = False
+            self._decoder.cancel(self._ticket)
+            raise
+        for step in steps:
+            if step.request == self._ticket:
+                if self._on_step is not None:
+                    self._on_step(step)
+                self._pieces.append(self._answer.add(step))
+        if self._answer.totals.finish:
+            self._open = False
+            self._at_end()
+
+    def close(self) -> None:
+        """Break the answer off."""
+        if self._open:
+            self._open = False
+            self._decoder.cancel(self._ticket)
+            self._at_end()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def result(self) -> Result:
+        """The answer so far."""
+        return self._answer.result()

@@ -31,7 +31,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo serve bench bench-heads test test-fast clients interop peers check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast clients interop peers wheels wheel-test check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -76,6 +76,17 @@ peers: $(STAMP) ## eyas beside the engines of `make interop`, on an idle machine
 	@echo "==> runs/peers.py"
 	@$(BIN)/python runs/peers.py --output docs/results/peers.json $(ARGS)
 
+wheels: ## the two distributions, eyas and eyas-tiny, into dist/: wheels and sources
+	@test -x .venv-wheels/bin/pip || $(PYTHON) -m venv .venv-wheels
+	@.venv-wheels/bin/python -m pip install --disable-pip-version-check --quiet build
+	@rm -rf dist build tiny/build
+	@for folder in tiny .; do echo "==> building $$folder"; .venv-wheels/bin/python -m build --outdir dist $$folder >build.log 2>&1 || \
+	  { cat build.log; exit 1; }; done; rm -f build.log; ls -l dist
+
+wheel-test: wheels ## what dist/ holds, and both wheels in an empty environment: eyas doctor, generate and demo (minutes; installs torch again)
+	@echo "==> runs/wheel_test.py"
+	@.venv-wheels/bin/python runs/wheel_test.py $(ARGS)
+
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
@@ -91,16 +102,16 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/eyas.egg-info
+	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "eyas needs Python 3.11 or newer, and '$(PYTHON)' is not; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[bench,serve,grammar,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,bench,serve,grammar,dev]'
 	@touch $@
 	@echo "==> .venv is ready"
 

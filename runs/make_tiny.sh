@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How the embedded model and its heads were made. DATA holds train/ (chat.jsonl.gz, stories.txt.gz, novels_30.txt.gz) and eval/; any JSONL of
-# chats and any texts will do. START is the model that training began from (see src/eyas/tiny/weights/README.md); leave it empty to begin anew.
+# chats and any texts will do. START is the model that training began from (see tiny/eyas_tiny/weights/README.md); leave it empty to begin anew.
 #     DATA=../shared/data START=../shared/models/nestling runs/make_tiny.sh
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"
@@ -18,11 +18,11 @@ else
   "$PY" runs/make_tiny.py tokens --model "$START" --chat "$DATA/train/chat.jsonl.gz" --text "${TEXT[@]}" --output "$OUT/tokens"
   "$PY" runs/make_tiny.py pretrain --compile --tokens "$OUT/tokens" --model "$START" --init model --lr 1.2e-3 --minutes 48 --long-minutes 12 --seed 7 --output "$OUT/run"
 fi
-"$PY" runs/make_tiny.py quantise --model "$OUT/run/model" --output src/eyas/tiny/weights
+"$PY" runs/make_tiny.py quantise --model "$OUT/run/model" --output tiny/eyas_tiny/weights
 # the heads, on the quantised model: EAGLE-1/2
 "$PY" -m eyas train --method eagle1 --data "$DATA/train/chat.jsonl.gz" --output "$OUT/head" --lr 2e-3 --tokens "${HEAD_TOKENS:-2400000}" \
   --max-length 512 --batch-tokens 4096 --eval-every 150 --save-every 50 --heldout 0.005 --heldout-tokens 20000 --seed 1
-"$PY" runs/make_tiny.py head --model "$OUT/head" --output src/eyas/tiny/weights/eagle1
+"$PY" runs/make_tiny.py head --model "$OUT/head" --output tiny/eyas_tiny/weights/eagle1
 # EAGLE-3 (what was run took the rates of longer schedules and stopped; these commands give the same rates). Its second stage gives every
 # head of the layer keys and values of its own: the token's embedding reaches the next state through them alone.
 HEAD3=(--method eagle3 --data "$DATA/train/chat.jsonl.gz" --ttt.steps 5 --batch-tokens 2048 --max-length 512 --heldout 0.005
@@ -33,5 +33,5 @@ HEAD3=(--method eagle3 --data "$DATA/train/chat.jsonl.gz" --ttt.steps 5 --batch-
 "$PY" -m eyas train "${HEAD3[@]}" --init "$OUT/head3b" --output "$OUT/head3" --lr 2.9e-3 --warmup-steps 5 --steps 400 --seed 3
 # the fourth stage read features from disk (a subset of 2.3M tokens, passed over one and a half times; the command below reads as many tokens, not the very same ones)
 "$PY" -m eyas train "${HEAD3[@]}" --init "$OUT/head3" --output "$OUT/head3d" --lr 3e-3 --warmup-steps 40 --tokens 3400000 --seed 4 --eval-every 400
-"$PY" runs/make_tiny.py head --model "$OUT/head3d" --output src/eyas/tiny/weights/eagle3
+"$PY" runs/make_tiny.py head --model "$OUT/head3d" --output tiny/eyas_tiny/weights/eagle3
 "$PY" runs/make_tiny.py report --chat "$DATA/eval/chat_heldin_300.jsonl.gz" --output docs/results/tiny.json

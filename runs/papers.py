@@ -1,7 +1,7 @@
 """Tables of docs/papers.md from the benches of runs/papers.sh, each beside the published one.
 
     python runs/papers.py                                                        from the records in docs/results
-    python runs/papers.py --benches out/papers --heads src/eyas/tiny/weights --heads out/heads --output docs/papers.md
+    python runs/papers.py --benches out/papers --heads tiny/eyas_tiny/weights --heads out/heads --output docs/papers.md
 
 Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's leaderboard of 2025-04-22. Benches that
 are not there are left out and named at the end. This program measures nothing.

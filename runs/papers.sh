@@ -63,7 +63,7 @@ for stage in $STAGES; do
             IFS=: read -r kind method rate tokens more <<EOF
 $head
 EOF
-            "$PYTHON" -m eyas train --target "$NESTLING" --data "$SHARED/data/train/chat.jsonl.gz" --method "$method" --init "src/eyas/tiny/weights/$kind" \
+            "$PYTHON" -m eyas train --target "$NESTLING" --data "$SHARED/data/train/chat.jsonl.gz" --method "$method" --init "tiny/eyas_tiny/weights/$kind" \
                 --output "$OUT/nestling_$kind" --tokens "$tokens" $more --batch-tokens 2048 --max-length 512 --lr "$rate" --warmup-steps 10 --heldout-tokens 10000 \
                 --eval-every 1000 --save-every 40
         done ;;
@@ -71,7 +71,7 @@ EOF
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
         --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads src/eyas/tiny/weights --heads "$HEADS" --output docs/papers.md ;;
+    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads tiny/eyas_tiny/weights --heads "$HEADS" --output docs/papers.md ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

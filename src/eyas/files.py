@@ -58,7 +58,8 @@ def user_cache() -> Path:
     try:
         return (Path(folder) if folder else Path.home() / ".cache").expanduser() / "eyas"
     except RuntimeError:  # HOME is not set, and the system does not know the user
-        return Path(tempfile.gettempdir()) / f"eyas-{os.getuid()}"
+        user = os.getuid() if hasattr(os, "getuid") else "cache"  # Windows: its temporary folder is the user's own
+        return Path(tempfile.gettempdir()) / f"eyas-{user}"
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -126,6 +127,10 @@ def remove_leftovers(folder: str | Path, name: str = "*") -> None:
 
 def _is_running(pid: int) -> bool:
     """Whether a process of this machine has this number."""
+    if os.name == "nt":  # where signal 0 is Ctrl-C
+        import psutil
+
+        return bool(psutil.pid_exists(pid))
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

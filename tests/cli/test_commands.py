@@ -206,8 +206,14 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
     assert "is not >=99" in shown.output
     assert "nothing-of-that-name is missing" in shown.output
     assert "pytest>=99" not in shown.output
+
+
+def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model is a distribution of its own: to have not installed it is no fault, and the report says how it is installed."""
     monkeypatch.setattr(tiny, "FOLDER", embedded / "nowhere")
-    assert "the embedded model is not here" in run("doctor").output
+    found = json.loads(run("doctor", "--json").stdout)
+    assert not any("embedded" in problem for problem in found["problems"])
+    assert ["embedded", None, tiny.MISSING] in [[check["topic"], check["good"], check["what"]] for check in found["checks"]]
 
 
 @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])

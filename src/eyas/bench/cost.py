@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -120,5 +120,9 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes in use: on the accelerator since the last call of `memory`, else of the process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)

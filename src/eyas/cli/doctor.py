@@ -146,7 +146,7 @@ def _embedded() -> list[Finding]:
     from eyas import tiny
 
     if not tiny.FOLDER.is_dir():
-        return [Finding("embedded", False, "the embedded model is not here: install eyas again")]
+        return [Finding("embedded", None, tiny.MISSING)]
     return [_intact(tiny.FOLDER), *_self_test()]
 
 
@@ -155,13 +155,13 @@ def _intact(folder: Path) -> Finding:
         expected = json.loads((folder / CHECKSUMS).read_text())
         actual = digests(folder)
     except (OSError, ValueError, RecursionError) as error:
-        unread = f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas again"
+        unread = f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas-tiny again"
         return Finding("embedded", False, unread)
     if not isinstance(expected, dict) or not expected:
-        return Finding("embedded", False, f"{CHECKSUMS} lists no files: install eyas again")
+        return Finding("embedded", False, f"{CHECKSUMS} lists no files: install eyas-tiny again")
     other = [name for name, digest in expected.items() if actual.get(name) != digest]
     if other:
-        return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas again")
+        return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas-tiny again")
     shipped = f"{len(expected)} files of the embedded model and its heads are as they were shipped"
     return Finding("embedded", True, shipped)
 

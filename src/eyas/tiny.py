@@ -1,13 +1,15 @@
 """The embedded model: a 28M-parameter LLaMA chat model, its tokenizer and its draft heads.
 
 Matrices are stored as int8 with one float32 scale per output channel and dequantised when loaded; the
-dequantised model is the target that the heads were trained on. runs/make_tiny.py and weights/README.md
-describe how it was made. This module only knows where the files are and how to unpack them.
+dequantised model is the target that the heads were trained on. The files are the package eyas_tiny, a
+distribution of its own (the folder tiny/ of a clone), whose README.md says how they were made. This
+module only knows where they are and how to unpack them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BEST", "FOLDER", "HEADS", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer", "with_small_tree"]
+__all__ = ["BEST", "FOLDER", "HEADS", "MISSING", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer", "with_small_tree"]
 
-FOLDER = Path(__file__).parent / "weights"
+PACKAGE = "eyas_tiny"
+MISSING = "the embedded model is not installed: pip install 'eyas[tiny]' (in a clone: pip install ./tiny), or name a target"
+
+
+def _folder() -> Path:
+    """The files of the embedded model: those of the clone that this file belongs to, else the installed ones; they may not exist."""
+    clone = Path(__file__).parents[2] / "tiny" / PACKAGE
+    installed = None if clone.is_dir() else find_spec(PACKAGE)
+    return (Path(installed.origin).parent if installed and installed.origin else clone) / "weights"
+
+
+FOLDER = _folder()
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by the kind of head that a method reads
 # The fastest method on this model (docs/results.md, runs/speed.py): with --tree auto 1,058 tokens/s
 # greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29.
@@ -69,7 +82,7 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
         tensors = dequantise(load_file(folder / PACKED))
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"the embedded model is missing or broken ({_first_words(error)}): install eyas again") from error
+        raise ModelError(f"the embedded model is missing or broken ({_first_words(error)}): install eyas-tiny again") from error
     logging: Any = transformers_logging
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -91,15 +104,17 @@ def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas again") from error
+        raise ModelError(f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas-tiny again") from error
     return loaded
 
 
 def _check(folder: Path, *names: str) -> None:
-    """Raise ModelError for files that are not as checksums.json has them."""
+    """Raise ModelError without the files, and for those that are not as checksums.json has them."""
+    if not folder.is_dir():
+        raise ModelError(MISSING)
     altered = [name for name in names if is_altered(folder / name)]
     if altered:
-        raise ModelError(f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas again")
+        raise ModelError(f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas-tiny again")
 
 
 def _first_words(error: Exception) -> str:

@@ -1,0 +1,105 @@
+"""The wheels of dist/ as a user gets them: what they hold, and what runs in an empty environment.
+
+    make wheel-test                                     builds them first
+    python runs/wheel_test.py --python python3.13       in an environment of another interpreter
+
+Without the embedded model every command that wants it says so in one line; with it `eyas doctor`, `eyas generate` and `eyas demo` run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGEST_MB = {"eyas": 2, "eyas_tiny": 45}
+HELD = {
+    "eyas": [
+        "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",
+        "eyas/serve/page/main.js", "eyas/bench/prompts.jsonl", "eyas/cli/demo.py",
+    ],
+    "eyas_tiny": [
+        "eyas_tiny/__init__.py", "eyas_tiny/weights/model.int8.safetensors", "eyas_tiny/weights/checksums.json",
+        "eyas_tiny/weights/tokenizer.json", "eyas_tiny/weights/eagle3/model.safetensors", "eyas_tiny/weights/eagle1/config.json",
+    ],
+}  # fmt: skip
+
+
+def only(pattern: str) -> Path:
+    """The one file of dist/ that a pattern fits."""
+    (found,) = (ROOT / "dist").glob(pattern)
+    return found
+
+
+def check_contents(name: str) -> None:
+    """The wheel and the sources hold every file that runs eyas, nothing foreign, and are as small as they should be."""
+    wheel, sources = only(f"{name}-*.whl"), only(f"{name}-*.tar.gz")
+    with zipfile.ZipFile(wheel) as opened:
+        files = opened.namelist()
+    with tarfile.open(sources) as packed:
+        inside = [member.name.partition("/")[2] for member in packed.getmembers()]
+    before = "src/" if name == "eyas" else ""
+    missing = [file for file in HELD[name] if file not in files or before + file not in inside]
+    assert not missing, f"{wheel.name} or {sources.name} lacks {missing}"
+    foreign = [file for file in files if not file.startswith((f"{name}/", f"{name}-")) or "__pycache__" in file]
+    foreign += [file for file in inside if file.startswith(("tests/", "runs/", "docs/"))]
+    assert not foreign, f"{wheel.name} or {sources.name} holds {foreign}"
+    assert any(file.endswith("licenses/LICENSE") for file in files), f"{wheel.name} has no licence"
+    weights = [file for file in [*files, *inside] if file.endswith(".safetensors")]
+    assert bool(weights) == (name == "eyas_tiny"), f"weights in {name}: {weights}"
+    for path in (wheel, sources):
+        megabytes = path.stat().st_size / 1e6
+        assert megabytes < LARGEST_MB[name], f"{path.name} has {megabytes:.1f} MB"
+        print(f"{path.name}: {megabytes:.2f} MB, {len(files if path == wheel else inside)} files")
+
+
+def check_running(python: str, folder: Path) -> None:
+    """Install into an empty environment: eyas alone, which names what is missing; then with the embedded model, which runs."""
+    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
+    scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment = {**clean, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def install(what: str) -> None:
+        command = [scripts / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        subprocess.run([*command, "-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist", what], check=True, cwd=folder)
+
+    def eyas(*arguments: str, status: int = 0) -> str:
+        done = subprocess.run([scripts / "eyas", *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+        print(f"$ eyas {' '.join(arguments)}\n{done.stdout}{done.stderr}", flush=True)
+        assert done.returncode == status, f"exit status {done.returncode}, not {status}"
+        return done.stdout if status == 0 else done.stderr
+
+    wheel = only("eyas-*.whl")
+    install(str(wheel))
+    for command in (["demo"], ["generate", "hi"]):
+        said = eyas(*command, status=2)
+        assert said.count("\n") == 1, said
+        assert "pip install 'eyas[tiny]'" in said
+    assert "eyas[tiny]" in eyas("doctor")
+    install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
+    assert json.loads(eyas("doctor", "--json"))["ok"]
+    assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()
+    eyas("demo")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the empty environment")
+    options = parser.parse_args()
+    for name in HELD:
+        check_contents(name)
+    with tempfile.TemporaryDirectory(prefix="eyas-wheels-") as folder:
+        check_running(options.python, Path(folder))
+    print("the wheels install and run")
+
+
+if __name__ == "__main__":
+    main()

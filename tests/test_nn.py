@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from eyas.nn import Documents, Fp8Linear, LayerShape, fp8, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
 from eyas.nn._packed import flex_packed_attention
+from fp8_support import needs_fp8
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
@@ -118,6 +119,7 @@ def test_rope_far_out() -> None:
     assert not torch.equal(near, next_to_it)
 
 
+@needs_fp8
 @pytest.mark.parametrize("bias", [True, False])
 def test_fp8(bias: bool) -> None:
     """Guards scales: each output's and each row's own, whatever their sizes. Rounding to 3 bits behind the point, sums of 64: below 4 %."""

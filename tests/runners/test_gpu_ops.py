@@ -20,6 +20,7 @@ from eyas.runners.fused import FusedLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
+from fp8_support import needs_fp8
 from reference import plain_decode, run
 from test_lossless import OPTIONS
 
@@ -59,6 +60,7 @@ def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
         assert by_kernels[0] == [plain_decode(zoo.FAMILIES["llama"](), request) for request in requests]
 
 
+@needs_fp8
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra"])
 def test_drafts_in_fp8(name: str) -> None:

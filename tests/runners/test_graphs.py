@@ -30,6 +30,7 @@ from eyas.runners import prepared
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
+from fp8_support import needs_fp8
 from reference import plain_decode, run
 from test_lossless import OPTIONS
 
@@ -239,6 +240,7 @@ def test_sleep_over_graphs(name: str) -> None:
     assert max(s.accepted for s in steps if s.plan not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
 
 
+@needs_fp8
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
 def test_drafts_in_fp8(name: str) -> None:

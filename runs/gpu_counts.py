@@ -63,11 +63,13 @@ class Case:
     rows: int = 1
     context: int = CONTEXT
     options: tuple[tuple[str, Any], ...] = ()
+    top_p: float = 1.0
     kernels: bool = True  # eyas' own; False: the model's and the draft's own code, in graphs as well
 
     @property
     def name(self) -> str:
         more = [f"{key.removeprefix('tree.')} {value}" for key, value in self.options]
+        more += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
         more += ["simulated acceptance"] if self.verify == "simulated" else []
         more += [f"{self.rows} rows"] if self.rows > 1 else []
         more += [f"{self.context:,} tokens"] if self.context != CONTEXT else []
@@ -109,7 +111,7 @@ CASES = [
     *(Case("eagle3", t, p, kernels=False) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
     Case("vanilla"), Case("vanilla", 1.0),
     *(Case("eagle3", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
-    Case("eagle3", verify="simulated"),
+    Case("eagle3", 1.0, top_p=0.9), Case("eagle3", verify="simulated"),
     *(Case("seagle", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
     *(Case("eagle2", t, p) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
     Case("eagle1"), Case("eagle1", precision="fp8"), Case("eagle1", 1.0, options=(("tree.noise", "coupled"),)),
@@ -153,7 +155,7 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
 
 def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
     """Record one cycle of a decoder whose rows hold so many tokens."""
-    rows, sampling = case.rows, (Sampling(case.temperature),) * case.rows
+    rows, sampling = case.rows, (Sampling(case.temperature, top_p=case.top_p),) * case.rows
     session, draft_session = target.open(rows, drafter.feature_layers), drafter.open(rows)
     decide = simulated((0.8, 0.7)) if case.verify == "simulated" else verify
     cycle = target.run.wrap_cycle(CycleRunner(session, draft_session, decide))

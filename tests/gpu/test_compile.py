@@ -75,6 +75,11 @@ KERNELS = {
         {"scores": "*fp32", "depth": I64, "position": I64, "seed": I64, "greedy": "*u8", "best": "*fp64", "token": I64, "broken": "*i32"},
         "N V parts", {"NOISY": True, "BLOCK": 2048}, 8,
     ),
+    "draws from logits": Kernel(
+        "_cycle_kernels", "_draw_parts_kernel",
+        {"scores": BF16, "depth": I64, "position": I64, "seed": I64, "greedy": "*u8", "best": "*fp64", "token": I64, "broken": "*i32"},
+        "N V parts", {"NOISY": True, "BLOCK": 2048}, 8,
+    ),
     "draws of all parts": Kernel(
         "_cycle_kernels", "_draw_merge_kernel",
         {"best": "*fp64", "token": I64, "broken": "*i32", "drawn": I64, "is_broken": "*u8"}, "parts", {"BLOCK": 64}, 1,

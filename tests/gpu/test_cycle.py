@@ -132,10 +132,14 @@ def test_paths_by_lot() -> None:
         candidate = torch.rand(2, 7, generator=die) < 0.8
         candidate[:, 0] = True
         candidate &= candidate.gather(1, TREE.parents_BN.clamp(min=0))
-        draft = Draft(
-            Tree(TREE.parents_BN, candidate, TREE.depth_BN, TREE.mask_BNN, TREE.max_depth), 30 * turn + torch.arange(14).view(2, 7)
+        draft = Draft(replace(TREE, candidate_BN=candidate), 30 * turn + torch.arange(14).view(2, 7))
+        if not turn:
+            draft = Draft(Tree.chain(2, 1), draft.tokens_BN[:, :1])  # plain decoding
+        scores, position, noise = (
+            torch.randn(*draft.tokens_BN.shape, 500, generator=die),
+            torch.tensor([turn, 2**20 - turn]),
+            noise_of(0.0, 0.0),
         )
-        scores, position, noise = torch.randn(2, 7, 500, generator=die), torch.tensor([turn, 2**20 - turn]), noise_of(0.0, 0.0)
         expected, found = (decide(draft, scores, position, noise, ops) for ops in (REFERENCE, OPS))
         for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -219,14 +219,13 @@ def test_a_head_that_is_named_is_enough(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @needs_weights
+@pytest.mark.slow
 def test_the_embedded_head_drafts() -> None:
-    """The head that the tutorial names, by every door's default: several tokens for each forward, the model's own text."""
+    """The head that the tutorial names: several tokens for each forward, the model's own text."""
     model, tokenizer = tiny.model(), tiny.tokenizer()
     messages = [{"role": "user", "content": "I want to book a table for two in San Jose tonight."}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with eyas.attach(model, tiny.HEADS["eagle3"], tree={"nodes": 8}) as same:
-        assert torch.equal(same.generate(**inputs, max_new_tokens=24, do_sample=False), expected)
     custom = eyas.hf(tiny.HEADS["eagle3"], tree={"nodes": 8})
-    model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=custom)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=custom), expected)
     assert custom.stats[0].tau > 2

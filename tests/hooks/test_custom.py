@@ -44,7 +44,7 @@ def test_greedy_ids_of_five_families(family: str) -> None:
     """Padding counted as text, a law applied in another order, or a cut at the wrong token changes an id."""
     model, batch = zoo.FAMILIES[family](), padded()
     prompts = [tuple(row[mask.bool()].tolist()) for row, mask in zip(*batch.values(), strict=True)]
-    for settings in SETTINGS:
+    for settings in SETTINGS if family == "llama" else SETTINGS[:3]:
         asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD, **settings}
         expected = model.generate(**batch, **asked)
         answers = dict(zip(prompts, expected[:, 9:].tolist(), strict=True))
@@ -175,8 +175,8 @@ def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_sampled_texts_have_transformers_law(model: PreTrainedModel) -> None:
-    """Pairs of tokens against their exact probabilities; seeded. An error of a tenth in one probability is found with near certainty."""
-    prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 900
+    """Pairs of tokens against their exact probabilities. Seeded; at twice the temperature the p-value is 5e-27, at 1.4 times it 2e-4."""
+    prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 600
     torch.manual_seed(3)
     asked = {"do_sample": True, "temperature": temperature, "top_k": kept, "max_new_tokens": 2, "num_return_sequences": count}
     pairs = model.generate(prompt, **asked, custom_generate=by_eyas(batch_size=100))[:, 9:].tolist()

@@ -14,13 +14,14 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 OURS, OTHERS = "#2e7d32", "#9aa3b2"
+LINES = {"eyas": OURS, "transformers": "#3b7dd8", "OpenVINO GenAI": "#e0853d", "llama.cpp": "#9c6ade"}
 
 
 def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> None:
     """Decoding speed by engine as bars, and the cost of passes against their tokens."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(8.5, 0.22 * len(found) + 1.4), layout="constrained")
-        bars, passes = figure.subplots(1, 2, width_ratios=(1.7, 1))
+        figure = Figure(figsize=(9, 0.22 * len(found) + 1.2), layout="constrained")
+        bars, passes = figure.subplots(1, 2, width_ratios=(1.5, 1))
         ordered = sorted(found, key=lambda name: found[name]["tokens_per_second"][0])
         for place, name in enumerate(ordered):
             value, low, high = found[name]["tokens_per_second"]
@@ -28,16 +29,14 @@ def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> Non
             bars.barh(place, value, color=color, alpha=1.0 if exact[name] else 0.5)
             bars.plot([low, high], [place, place], color="black", linewidth=1)
         bars.set_yticks(range(len(ordered)), ordered)
-        bars.set_title("decoding, tokens per second (pale: rounded weights)")
+        bars.set_title("decoding, tokens/s (pale: rounded weights)")
         for name in found:
             cost = found[name]["pass_ms"]
             if cost and exact[name] and (not name.startswith("eyas") or name == "eyas, plain"):
-                sizes = [int(n) for n in cost]
-                one = cost[str(sizes[0])]
                 shown = name.split(", ")[0] + (", " + name.rsplit(", ", 1)[1] if name.count(", ") > 1 else "")
-                passes.plot(sizes, [cost[str(n)] / one for n in sizes], marker="o", markersize=3, label=shown)
-        passes.set_title("a pass over n tokens, over one")
-        passes.set_xlabel("tokens")
+                color = LINES.get(name.split(", ")[0])
+                passes.plot([int(n) for n in cost], list(cost.values()), marker="o", markersize=3, color=color, label=shown)
+        passes.set_title("ms of a pass, by its tokens")
         passes.set_ylim(bottom=0)
         passes.legend()
         figure.savefig(path, format="svg", metadata={"Date": None})

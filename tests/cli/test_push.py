@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from huggingface_hub import constants
 
 from eyas import checkpoints
 from eyas.checkpoints import load
-from fake_hub import COMMIT, FakeHub, fake_hub
 from golden import same
+from hub import COMMIT, local_hub
 
 Run = Callable[..., Any]
 RECORD = {
@@ -31,17 +32,26 @@ RECORD = {
 }
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+@dataclass(frozen=True)
+class Hub:
     """The stand-in, as the only hub that the client knows."""
-    with fake_hub() as one:
-        monkeypatch.setattr(constants, "ENDPOINT", one.url)  # HF_ENDPOINT, which the client reads when it is imported
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", one.url + "/{repo_id}/resolve/{revision}/{filename}")
+
+    url: str
+    asked: list[str]  # paths
+    folder: Path  # of its repositories
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    (tmp_path / "hub").mkdir()
+    with local_hub({}, tmp_path / "hub") as (url, asked):
+        monkeypatch.setattr(constants, "ENDPOINT", url)  # HF_ENDPOINT, which the client reads when it is imported
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "a-token-of-the-test")
         huggingface_hub.close_session()
-        yield one
+        yield Hub(url, asked, tmp_path / "hub")
     huggingface_hub.close_session()
 
 
@@ -56,7 +66,7 @@ def head(world: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_nothing_is_sent_without_yes(run: Run, hub: FakeHub, head: Path) -> None:
+def test_nothing_is_sent_without_yes(run: Run, hub: Hub, head: Path) -> None:
     """Bugs: files that are sent before anybody has seen which; a private file among them; a card without figures or without a use."""
     result = run("push", head, "me/head", "--license", "mit")
     assert result.exit_code == 0, (result.output, result.exception)
@@ -72,16 +82,19 @@ def test_nothing_is_sent_without_yes(run: Run, hub: FakeHub, head: Path) -> None
     assert "notes.txt" not in result.stdout
 
 
-def test_there_and_back(run: Run, hub: FakeHub, head: Path, answer: Callable[..., dict[str, Any]]) -> None:
+def test_there_and_back(run: Run, hub: Hub, head: Path, answer: Callable[..., dict[str, Any]]) -> None:
     """Bugs: a file that is missing there; a head that a hub id does not load; a repository that is public against the user's will."""
     result = run("push", head, "me/head", "--yes", "--private", "--json")
     assert result.exit_code == 0, (result.output, result.exception, hub.asked)
     told = json.loads(result.stdout.strip().splitlines()[-1])
     assert (told["sent"], told["url"]) == (True, f"{hub.url}/me/head/commit/{COMMIT}")
     by_us = {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
-    assert set(hub.files["me/head"]) == by_us | {"config.json", "model.safetensors", "training.json"} == set(told["files"])
-    assert hub.files["me/head"]["README.md"].decode() == told["card"]
-    assert hub.private["me/head"]
+    there = hub.folder / "me" / "head"
+    names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
+    assert names == by_us | {"config.json", "model.safetensors", "training.json"} == set(told["files"])
+    assert (there / "README.md").read_text() == told["card"]
+    asked = json.loads((hub.folder / "head.asked.json").read_text())
+    assert asked.get("visibility") == "private" or asked.get("private"), asked
     assert (head / "notes.txt").exists()
     assert not (head / "custom_generate").exists(), "the user's folder changed"
     again = load("me/head")
@@ -92,7 +105,7 @@ def test_there_and_back(run: Run, hub: FakeHub, head: Path, answer: Callable[...
     assert run("push", head, "me/head", "--yes").exit_code == 0, "a second time into the same repository"
 
 
-def test_refused(refused: Callable[..., str], hub: FakeHub, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(refused: Callable[..., str], hub: Hub, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a page of traceback where the hub says no; something that is no hub id becomes a repository of that name."""
     assert "is no hub id: give OWNER/NAME" in refused("push", head, "head")
     assert "there is no folder" in refused("push", "nowhere", "me/head")

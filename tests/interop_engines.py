@@ -19,9 +19,7 @@ PROGRAMS = Path(__file__).parent / "interop" / "programs"
 
 def python_of(environment: str) -> Path:
     """The Python of one of the environments."""
-    folder = os.environ.get(VARIABLE)
-    if not folder:
-        pytest.skip(f"other engines are not installed here ({VARIABLE} is not set): make interop")
+    folder = os.environ[VARIABLE]
     if not (Path(folder) / environment / ".installed").exists():
         pytest.skip(f"{environment} could not be installed: see the output of make interop")
     return Path(folder) / environment / "bin" / "python"

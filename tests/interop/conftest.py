@@ -7,6 +7,7 @@ its sources, whose build is there too. An engine is a process that knows nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,14 @@ import torch
 import eyas
 from eyas import checkpoints, tiny
 from eyas.bench import tasks
-from interop_engines import python_of
+from interop_engines import VARIABLE, python_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asked_for() -> None:
+    """Skips everything, before anything is loaded, unless `make interop` runs these tests."""
+    if not os.environ.get(VARIABLE):
+        pytest.skip(f"other engines are not installed here ({VARIABLE} is not set): make interop")
 
 
 @pytest.fixture(scope="session")

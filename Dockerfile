@@ -13,17 +13,16 @@ RUN apt-get update \
  && useradd --create-home --uid 10001 eyas \
  && install -d -o eyas -g eyas /home/eyas/.cache
 
-# torch first: this layer is by far the largest, and stays the same while eyas changes. triton has the version that this torch names.
+# torch first: this layer is by far the largest, and stays the same while eyas changes.
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
 COPY constraints.txt ./
-RUN grep -v '^triton==' constraints.txt > /tmp/constraints.txt \
- && pip install --no-cache-dir -c /tmp/constraints.txt torch
+RUN pip install --no-cache-dir -c constraints.txt torch
 
 COPY pyproject.toml MANIFEST.in README.md LICENSE NOTICE ./
 COPY tiny ./tiny
 COPY src ./src
-RUN pip install --no-cache-dir -c /tmp/constraints.txt ./tiny '.[tiny,serve]'
+RUN pip install --no-cache-dir -c constraints.txt ./tiny '.[tiny,serve]'
 
 USER eyas
 WORKDIR /home/eyas

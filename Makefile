@@ -31,7 +31,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help demo serve bench bench-heads test test-fast clients interop peers wheels wheel-test check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast clients interop peers wheels wheel-test docs check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -87,6 +87,10 @@ wheel-test: wheels ## what dist/ holds, and both wheels in an empty environment:
 	@echo "==> runs/wheel_test.py"
 	@.venv-wheels/bin/python runs/wheel_test.py $(ARGS)
 
+docs: .venv-docs/.installed ## the documentation as a site, out/site/index.html; a warning or a dead link is an error
+	@echo "==> mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+
 lint: $(STAMP) ## ruff, formatting, types
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
@@ -102,7 +106,7 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
+	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
@@ -114,6 +118,12 @@ $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,bench,serve,grammar,dev]'
 	@touch $@
 	@echo "==> .venv is ready"
+
+.venv-docs/.installed: constraints-docs.txt
+	@test -x .venv-docs/bin/pip || $(PYTHON) -m venv .venv-docs
+	@echo "==> installing the versions of constraints-docs.txt into .venv-docs (once)"
+	@.venv-docs/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-docs.txt
+	@touch $@
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@test -x $(CLIENTS_BIN)/pip || $(PYTHON) -m venv .venv-clients

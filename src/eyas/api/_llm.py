@@ -142,9 +142,9 @@ class LLM:
             generation_config: `GenerationConfig` of transformers, instead.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-                frequency_penalty, logit_bias, seed: see `Sampling`. Greedy by default. None is the
-                default. logit_bias may be a dict, also with strings of digits as keys.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the default.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise. logit_bias
+                may be a dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
             logprobs: list the log-probability of every new token, and those of this many most

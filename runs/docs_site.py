@@ -1,0 +1,123 @@
+"""Pages of the documentation site that are not files of docs/: the repository's own pages, each method, the reference, the tutorial.
+
+mkdocs.yml names this file as a hook of mkdocs; `make docs` builds the site. Links that lead out of docs/ become links to these
+pages, or plain words where the site has no such page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+REFERENCE = {
+    "api": "load, generate, stream, chat",
+    "hooks": "inside transformers",
+    "core.engine": "requests and cycles",
+    "core.sampling": "how tokens are drawn",
+    "core.drafter": "the interface of methods",
+    "core.tree": "draft trees",
+    "core.verify": "which tokens are accepted",
+    "checkpoints": "heads",
+    "metrics": "figures",
+    "tiny": "the embedded model",
+    "errors": "what is raised",
+}
+PICTURES = {
+    name: "![A draft tree: the accepted path, then the token of the model itself](../pictures/tree.svg)"
+    for name in ("eagle2", "eagle3", "seagle")
+}
+
+
+def methods() -> dict[str, str]:
+    """Every method's name and the first line of its file's docstring."""
+    files = sorted((ROOT / "src" / "eyas" / "drafters").glob("[a-z]*.py"))
+    return {path.stem: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0] for path in files}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the methods and the reference into the navigation."""
+    added = {
+        "Methods": [{name: f"methods/{name}.md"} for name in methods()],
+        "Reference": [{f"eyas.{name}": f"reference/{name}.md"} for name in REFERENCE],
+    }
+    for section in config.nav or []:
+        for title, pages in section.items():
+            if title in added:
+                pages.extend(added[title])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {
+        there: (ROOT / here).read_text(encoding="utf-8").replace("](docs/", "](").replace("](tutorial.ipynb", "](tutorial.md")
+        for here, there in REPOSITORY.items()
+    }
+    pages |= {f"methods/{name}.md": method_page(name) for name in methods()}
+    pages |= {f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(name)}" for name, about in REFERENCE.items()}
+    notebook = ROOT / "docs" / "tutorial.ipynb"
+    pages["tutorial.md"] = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
+    pages["wide.css"] = ".md-grid { max-width: 76rem; }\n"  # 100 columns of code
+    for place, content in pages.items():
+        files.append(File.generated(config, place, content=content))
+    return files
+
+
+def method_page(name: str) -> str:
+    """The picture of a method where one exists, its row of docs/methods.md, and its file: docstring, options, classes."""
+    rows = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8").splitlines()
+    cells = next(([cell.strip() for cell in row.split("|")[2:5]] for row in rows if row.startswith(f"| `{name}` |")), ["", "", ""])
+    facts = [f"- **{title}:** {cell}" for title, cell in zip(("drafts", "source", "needs"), cells, strict=True) if cell]
+    parts = [f"# {name}", "\n".join(facts), PICTURES.get(name, ""), reference(f"drafters.{name}", members="[]")]
+    if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):  # else those of its base
+        parts += [
+            "## Options",
+            reference(
+                f"drafters.{name}.Options", inherited_members="true", heading_level="3", show_bases="false", show_if_no_docstring="true"
+            ),
+        ]
+    return "\n\n".join([*parts, "## In Python", reference(f"drafters.{name}.Method", heading_level="3")])
+
+
+def reference(name: str, **options: str) -> str:
+    """What mkdocstrings reads in a module or a class of eyas."""
+    chosen = {"show_root_heading": "false", "show_root_toc_entry": "false", **options}
+    return f"::: eyas.{name}\n    options:\n" + "".join(f"      {option}: {value}\n" for option, value in chosen.items())
+
+
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """A notebook as Markdown: its texts, its code, what the code printed."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join(text for output in cell.get("outputs", []) for text in output.get("text", []))
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mend the links that lead out of docs/; link the methods of docs/methods.md to their pages."""
+    if page.file.src_uri == "methods.md":
+        markdown = re.sub(r"^\| `(\w+)` \|", r"| [`\1`](methods/\1.md) |", markdown, flags=re.MULTILINE)
+    if page.file.src_uri.startswith("methods/"):
+        markdown = re.sub(r"\]\((?!\.\./|\w+://)", "](../", markdown)
+
+    def mended(link: re.Match[str]) -> str:
+        text, target, anchor = link.groups(default="")
+        if files.get_file_from_path(target) or not (ROOT / target.removeprefix("../")).exists():
+            return link[0]
+        inside = REPOSITORY.get(target.removeprefix("../"))
+        return f"[{text}]({inside}{anchor})" if inside else text
+
+    return re.sub(r"(?<!!)\[([^][]+)\]\(([^)#:]+)(#[^)]*)?\)", mended, markdown)

@@ -1,14 +1,15 @@
 """Measure everything that wants a GPU, in one process: what is needed first comes first, and nothing that was measured is lost.
 
-    python runs/gpu.py --output FILE.json                               all stages, nine minutes; the same command goes on
+    python runs/gpu.py --output FILE.json                               all stages, about 28 minutes; see --minutes
     python runs/gpu.py --stages machine,texts,first --output FILE.json  some of them
     python runs/gpu.py --shape small --output FILE.json                 the whole of it in small, on a CPU too
     python runs/gpu.py --tables FILE.json                               the tables of a record
 
 Target and heads get random weights, on the device, in shapes of published models; acceptance is simulated at published rates. After every
-case the record is written as a whole and the case's table is printed. When the time is over, or a case would not end in time, the run ends
-with status 0 and says what is left. A case that fails is noted, and the others go on (--retry measures it again); a device that no longer
-answers ends the process, and the run goes on in a new one. Needs torch, transformers, numpy, psutil and rich; no network, no files.
+case the record is written as a whole and the case's table is printed. When the time is over (--minutes, 9 by default), or a case would
+not end in time, the run ends with status 0 and says what is left; the same command goes on where it was. A case that fails is noted, and
+the others go on (--retry measures it again); a device that no longer answers ends the process, and the run goes on in a new one. The run
+needs torch, transformers, numpy, psutil and rich, and no network; the stage `texts` reads the embedded model (the folder tiny/).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
 
 
 def by_prompt(given: Sequence[Figures], columns: Any) -> list[list[float]]:
-    """Two columns by prompt, each the median over the rounds: a round that something disturbed does not count."""
+    """Two columns by prompt, each the median over the rounds, so that one disturbed round weighs little."""
     values: dict[str, list[tuple[float, float]]] = {}
     for row in given:
         values.setdefault(row["key"][3], []).append(columns(row))

@@ -153,7 +153,7 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     done = without({"matplotlib"}, "bench", "--output", tmp_path / "out")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]'\n"
+    assert done.stderr == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]' (in a clone: pip install '.[bench]')\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -138,7 +138,7 @@ class LLM:
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
-            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); keywords go before its fields.
+            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword overrides the same field.
             generation_config: `GenerationConfig` of transformers, instead.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.

@@ -110,7 +110,7 @@ CONFIG_IGNORED = frozenset(
 
 
 def with_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with the fields of `sampling_params` and `generation_config` among them. What is written as a keyword goes before.
+    """The keywords with the fields of `sampling_params` and `generation_config` among them. A keyword overrides the same field.
 
     Raises:
         OptionError: a field that has no equal here.

@@ -42,7 +42,7 @@ def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], la
 def publish(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """What a head needs in every format for other engines. CheckpointError for biases, which none of them computes.
+    """Convert to the parts that every format for other engines needs. CheckpointError for biases, which none of them computes.
 
     Args:
         reader: the engine's name, for messages.

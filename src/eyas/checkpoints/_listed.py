@@ -46,7 +46,7 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 
 def _names(target: str) -> set[str]:
-    """What a target may be called, in lower case: its id; for a folder the id that it has in the hub's cache, or those that end as it."""
+    """Names of a target, in lower case: its id; for a folder the id that it has in the hub's cache, or those that end as it."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]

@@ -45,7 +45,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """What a format may ask about the target model, when a head is exported. Filled by the command line."""
+    """Facts about the target model that a format may ask for when a head is exported. The command line fills them in."""
 
     name: str = ""
     """A folder or hub id by which other engines find the target; empty when nobody said."""

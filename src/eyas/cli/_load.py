@@ -103,7 +103,9 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
         try:
             import_module(package)
         except ImportError as error:
-            raise OptionError(f"eyas {command} needs {package}: pip install 'eyas[{extra}]'") from error
+            raise OptionError(
+                f"eyas {command} needs {package}: pip install 'eyas[{extra}]' (in a clone: pip install '.[{extra}]')"
+            ) from error
 
 
 def need_tokenizer(llm: LLM) -> None:

@@ -158,7 +158,7 @@ class LengthOptions:
 
 @option_group
 class LawOptions:
-    """What changes the distribution of an answer's tokens further."""
+    """Options that change the distribution of an answer's tokens further."""
 
     presence_penalty: Annotated[float, "Sampling"] = 0.0
     """Subtracted from the score of each token that the answer holds; -2 to 2."""

@@ -42,7 +42,7 @@ class CycleView:
             raise InputError(f"output file {path!r} cannot be written: permission denied")
 
     def watch(self, llm: LLM) -> Callable[[Step], None]:
-        """What is to be called with each Step of the answer."""
+        """A function that is called with each Step of the answer, and records it."""
         from eyas.serve.cycles import CycleWriter
 
         writer = CycleWriter(llm.tokenizer)

@@ -31,7 +31,7 @@ NOTES = (
 
 @option_group
 class ExportOptions:
-    """What is written, and where."""
+    """The format and the place of the export."""
 
     format: Annotated[str, "Output", "NAME"]
     """The engine, or the library, that is to read the head."""
@@ -72,7 +72,7 @@ def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
 
 
 def _target(head: str, job: ExportOptions) -> ExportTarget:
-    """What the options and the head's record say about the target."""
+    """The target, as the options and the head's record describe it."""
     from pathlib import Path
 
     from eyas.checkpoints import ExportTarget

@@ -35,7 +35,7 @@ NOTES = (
 
 @option_group
 class PushOptions:
-    """What is sent."""
+    """Options of the upload and its model card."""
 
     yes: Annotated[bool, "Output"] = False
     """Send the files. Otherwise they are only shown."""

@@ -50,7 +50,7 @@ class HeadOptions:
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL) or plain text, .gz too; several files are mixed."""
     features: Annotated[str | None, "Data", "FOLDER"] = None
-    """What `eyas features` wrote, instead of --data."""
+    """The folder that `eyas features` wrote, instead of --data."""
     output: Annotated[str, "Data", "FOLDER"]
     """Where the head goes, and the state from which a run goes on."""
     restart: Annotated[bool, "Data"] = False

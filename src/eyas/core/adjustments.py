@@ -1,4 +1,4 @@
-"""What the law of a token depends on besides logits and temperature: the text before it, a logit bias, and a least length.
+"""The law of a token depends on more than logits and temperature: on the text before it, a logit bias, and a least length.
 
     repetition_penalty                      `seen`: the tokens of prompt and answer
     presence_penalty, frequency_penalty     `counts`: how often each token occurs in the answer

@@ -72,7 +72,7 @@ class Prediction:
         return length
 
     def guesses(self) -> list[Guess]:
-        """What probably comes next, the most probable first."""
+        """Guesses at the next tokens, the most probable first."""
         if self.missed:
             places = sorted({self.place + self.missed, self.place}, reverse=True) if self.missed <= LOST else []
             return [Guess(self.text[place : place + LOST], 0.3) for place in places if place < len(self.text)]

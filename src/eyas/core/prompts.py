@@ -8,9 +8,10 @@ With a budget, a step of the decoder reads at most so many prompt tokens before 
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
 **Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many tokens that reading them takes about
-`PAUSE` times as long as a cycle takes at present: then the time between two tokens of a running row grows by that factor at most, whether
-the cycles are those of one row or of sixteen. With several prompts it is so much for each: if they only shared the time of one, rows would
-stay empty while prompts queue, and everybody would wait longer. While no row runs, chunks are large.
+`PAUSE` times as long as a cycle takes at present: then two tokens of a running row are about 1 + `PAUSE` = 2.5 cycles apart while one
+prompt is read, whether the cycles are those of one row or of sixteen, and 1 + n `PAUSE` while n prompts are. Each prompt gets so much: if
+they only shared the time of one, rows would stay empty while prompts queue, and everybody would wait longer. While no row runs, chunks
+are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the oldest one is. So a short prompt
 does not wait for a long one, and a long one gets at least 1 / `OLDEST_EVERY` of the budget however many shorter ones come.
@@ -65,7 +66,7 @@ class Prompt:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Of the tokens that have been read, if the request asks for them."""
+        """Log-probabilities of the tokens that have been read, if the request asks for them."""
         return () if self.scores is None else tuple(self.scores.entries)
 
     @property

@@ -64,7 +64,7 @@ class PredictedPlan:
 
 @dataclass
 class _Guide:
-    """What is known beforehand of the text in one row."""
+    """A prediction of the text in one row, and how much of the text it has read."""
 
     prediction: Prediction | None
     read: int  # tokens of the row's text that `prediction` has read
@@ -132,7 +132,7 @@ class RowDrafts(DraftSession):
         return limited(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
     def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
-        """What is known of the row's next tokens, the most certain first."""
+        """Guesses at the row's next tokens, the most certain first."""
         self.predicted.pop(row, None)
         tokens, constraint = cycle_input.row_tokens[row], cycle_input.constraints[row] if cycle_input.constraints else None
         if (guide := self.guides[row]) is None:

@@ -51,8 +51,8 @@ class Window:
     sink: int = 4
     """First pairs, which the draft always sees (attention sinks)."""
     crop: Literal["halves", "last", "none"] = "halves"
-    """What the draft reads of a prompt longer than the window: first and last half, last part, or
-    all."""
+    """The part that the draft reads of a prompt longer than the window: first and last half, last
+    part, or all."""
 
     def __post_init__(self) -> None:
         if self.size is not None:

@@ -103,7 +103,7 @@ class NewHead:
     """The architecture of a head whose training begins. A trained head brings its own."""
 
     inputs: Annotated[str, NEW_HEADS] = "shifted"
-    """What the net reads: shifted (EAGLE), or from its ablation: unshifted, feature, token."""
+    """Inputs of the net: shifted (EAGLE), or from its ablation: unshifted, feature, token."""
 
     def __post_init__(self) -> None:
         check_choice("head.inputs", self.inputs, INPUTS)

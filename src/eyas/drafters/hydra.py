@@ -72,7 +72,7 @@ class Options:
 
     tree: HeadTree = field(default_factory=HeadTree)
     window: Window = field(default_factory=Window)
-    """Of Hydra++'s layer."""
+    """The window of Hydra++'s layer."""
     head: NewHeads = field(default_factory=NewHeads)
     objective: Annotated[str, TRAINING] = "distribution"
     """A head learns from the tokens of the data (tokens), or from the target's distribution

@@ -59,7 +59,7 @@ class HeadTree(StaticTree):
     choices: str | Choices = "reference"
     """Reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file."""
     nodes: int | None = None
-    """Of a dynamic tree: verified per cycle, the root included; none: 60."""
+    """Nodes of a dynamic tree that are verified per cycle, the root included; none: 60."""
     noise: str = "coupled"
     """Sampling: rank children with the target's own noise (coupled), or by q alone (none)."""
 

@@ -67,9 +67,9 @@ class Dynamic:
     """A dynamic tree of --depth, with so many nodes verified per cycle, the root included; none:
     the static tree."""
     branch: int = 4
-    """Of the dynamic tree: nodes expanded per level, and children of each."""
+    """Nodes of the dynamic tree that are expanded per level, and children of each."""
     noise: str = "coupled"
-    """Of the dynamic tree, sampling: rank children with the target's own noise (coupled), or by q
+    """Sampling with the dynamic tree: rank children with the target's own noise (coupled), or by q
     alone (none)."""
 
     def __post_init__(self) -> None:
@@ -120,9 +120,9 @@ class NetShape:
     """The architecture of a model whose training begins."""
 
     layers: int = 4
-    """Of a new model: decoder layers."""
+    """Decoder layers of a new model."""
     width: int = 128
-    """Of a new model: hidden size, a multiple of 32."""
+    """Hidden size of a new model, a multiple of 32."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 32 or self.width % 32:

@@ -45,7 +45,9 @@ class Grammars:
         for name in ("llguidance", library):
             if name != "auto" and find_spec(name) is None:
                 extra = "grammar" if name == "llguidance" else "xgrammar"
-                raise OptionError(f"structured output needs {name}, which is not installed: pip install 'eyas[{extra}]'")
+                raise OptionError(
+                    f"structured output needs {name}, which is not installed: pip install 'eyas[{extra}]' (in a clone: '.[{extra}]')"
+                )
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._library = library
         self._lock = Lock()

@@ -1,7 +1,8 @@
 """`eyas.attach(model)`: afterwards `model.generate` is decoded by eyas, for everybody who calls it.
 
-One attribute of the instance is set, `generate`, as transformers does itself for repositories with a `custom_generate` folder; the class,
-the weights, the configuration and the forward stay as they are.
+Two attributes of the instance are set: `generate`, as transformers does itself for repositories with a `custom_generate` folder, and
+`_eyas`, which holds what eyas keeps for the model (models.py). `detach` removes both. The class, the weights, the configuration and the
+forward stay as they are.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _class_of(model: PreTrainedModel) -> Any:
 
 
 def _custom(method: Any) -> CustomGenerate | None:
-    """What decodes for a `generate` of ours; None for any other."""
+    """The CustomGenerate behind a `generate` of ours; None for any other."""
     return getattr(getattr(method, "__func__", None), MARK, None)
 
 
@@ -117,7 +118,7 @@ def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
 
 
 def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dict[str, Any]) -> Any:
-    """What the model's `generate` returns for these arguments when `custom` decodes."""
+    """Call the model's `generate` with these arguments, decoded by `custom`; returns its result."""
     if arguments.get("cache_implementation") == "paged":
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
     one = custom.with_arguments(_carried(model, arguments))
@@ -128,7 +129,7 @@ def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dic
 
 
 def _carried(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of the arguments what transformers would not hand on: the streamer, and stop strings with their tokenizer."""
+    """Take out of the arguments what transformers would not hand on: the streamer, and stop strings with their tokenizer."""
     carried = {"streamer": arguments.pop("streamer")} if arguments.get("streamer") is not None else {}
     tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
     strings = arguments.get("stop_strings") or getattr(config, "stop_strings", None) or model.generation_config.stop_strings

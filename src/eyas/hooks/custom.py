@@ -131,7 +131,7 @@ class CustomGenerate:
 
 
 def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """What `generate` returns. Keys and values are eyas' own, so `past_key_values` stays None."""
+    """The return value of `generate`. Keys and values are eyas' own, so `past_key_values` stays None."""
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences

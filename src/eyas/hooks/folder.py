@@ -28,7 +28,7 @@ from eyas.hooks import generate_by_folder
 
 
 def generate(model, **arguments):
-    """What the model's own generate returns, decoded by eyas."""
+    """Do what the model's own generate does, decoded by eyas."""
     return generate_by_folder(model, **arguments)
 '''
 REQUIREMENTS = f"eyas>={__version__}\n"

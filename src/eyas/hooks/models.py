@@ -1,4 +1,4 @@
-"""What eyas keeps for each model: the LLMs that were made for it, and a lock.
+"""This module keeps two things for each model: the LLMs that were made for it, and a lock.
 
 They are kept by the model itself, in the attribute `_eyas`, because they refer to it: so both are freed together. Copies of the model
 (deepcopy, pickle) begin without them. Nothing else of a model is touched.

@@ -1,4 +1,4 @@
-"""What `model.generate` offers and eyas cannot keep: refused by name, never ignored.
+"""eyas refuses by name, and never ignores, the arguments of `model.generate` that it cannot keep.
 
 A setting that only says how transformers would compute (use_cache, cache_implementation "static", compile_config, prefill_chunk_size)
 changes no text, and is accepted. This module knows no decoding.

@@ -27,11 +27,11 @@ class Net:
     fuse: Matrix | None = None
     """Target features -> hidden state (EAGLE-3); None: the features are the hidden state."""
     fc: Matrix | None = None
-    """Of [embedding, hidden] (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3)."""
+    """Maps [embedding, hidden] to the layer's input (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3)."""
     embed_norm_D: Tensor | None = None
     hidden_norm_D: Tensor | None = None
     norm_D: Tensor | None = None
-    """Before the head."""
+    """Norm before the head."""
     ids_v: Tensor | None = None
     """The target's ids of the draft vocabulary."""
     residual_normed: bool = False
@@ -61,7 +61,7 @@ class Plan:
     rerank: bool
     log_stop: float
     inverse_temperature: float
-    """Of the confidences: the factor of log q."""
+    """The factor of log q in the confidences."""
     temperature_R: Tensor
     """float32, of the target's sampling; 0: greedy."""
     noise_RLv: Tensor | None

@@ -16,7 +16,7 @@ class Silence:
 
 
 class Answer:
-    """What is generated for one job, for a single reader.
+    """The text generated for one job, for a single reader.
 
     Args:
         count: sequences of the job.
@@ -41,7 +41,7 @@ class Answer:
         self._news.set()
 
     async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
-        """What comes, until every sequence has ended. Close the Answer afterwards.
+        """Yield each Delta until every sequence has ended. Close the Answer afterwards.
 
         Args:
             keep_alive: seconds without anything after which a Silence is yielded.

@@ -90,7 +90,7 @@ class CycleWriter:
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """What one token says by itself. Decoders that drop the space before a text's first word have it put back."""
+    """The text of one token by itself. Decoders that drop the space before a text's first word have it put back."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     piece = tokenizer.convert_ids_to_tokens(token)
     if isinstance(piece, str) and piece.startswith(SPACE_MARKS) and not text.startswith(" "):

@@ -160,7 +160,7 @@ class Engine:
         self._inbox.put(lambda: self._cancel([s for s in self._sequences() if s.answer is answer]))
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """What `Decoder.add` would refuse, refused before the job is queued."""
+        """Refuse, before the job is queued, prompts that `Decoder.add` would refuse."""
         vocab = self.llm.target.vocab_size
         outside = next((token for token in prompt if not 0 <= token < vocab), None)
         if not prompt:

@@ -1,4 +1,4 @@
-"""What a server says about itself: models, health, version, counters, the tokenizer."""
+"""Endpoints that describe the server: models, health, version, counters, the tokenizer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Methods:
         self._lock = threading.Lock()
 
     def drafter(self, method: str) -> Drafter:
-        """What drafts by this method, adaptive where the server's own method is.
+        """The drafter of this method, adaptive where the server's own method is.
 
         Raises:
             OptionError: a method that this server does not have.

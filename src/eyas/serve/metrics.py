@@ -40,7 +40,7 @@ class SequenceTimes:
 
 
 class Metrics:
-    """What the engine counts. The methods are called by its thread, but for `rejected`, `text` and `seconds_until_free`."""
+    """Counters of the engine. The methods are called by its thread, but for `rejected`, `text` and `seconds_until_free`."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -123,7 +123,7 @@ class Metrics:
                 self.ended(times, delta.finish)
 
     def _count(self, cycles: Sequence[CycleFigures]) -> None:
-        """What was drafted and accepted, each cycle of a sequence by itself."""
+        """Count drafted and accepted tokens, each cycle of a sequence by itself."""
         for decision, count in Tally(cycle.plan for cycle in cycles).items():
             self._with_label(self.cycles, decision=decision).inc(count)
         if cycles:

@@ -18,7 +18,7 @@ __all__ = ["Delta", "Job", "Totals"]
 
 @dataclass(frozen=True)
 class Job:
-    """What a client asks for: one sequence for each sample of each prompt."""
+    """A client's request for text: one sequence for each sample of each prompt."""
 
     prompts: tuple[tuple[int, ...], ...]
     keywords: Mapping[str, Any]  # of `LLM.request`
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one cycle adds to one sequence. Several in a row of one sequence can be joined."""
+    """The tokens that one cycle adds to one sequence. Several in a row of one sequence can be joined."""
 
     index: int  # of the sequence: prompt number x n + sample number
     text: str = ""

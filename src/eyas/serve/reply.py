@@ -39,7 +39,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """What a Delta adds, as choices of a chunk each; none: nothing to be seen yet."""
+        """The text that a Delta adds, as choices of a chunk each; none: nothing to be seen yet."""
 
     def opening(self) -> list[dict[str, Any]]:
         """The choices of chunks that come before anything is generated."""
@@ -50,7 +50,7 @@ class Dialect(ABC):
         return {}
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a response and a chunk have in common."""
+        """The fields that a response and a chunk have in common."""
         head = {"id": f"{self.prefix}-{self.identity}", "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices}
 

@@ -1,4 +1,4 @@
-"""What every endpoint that generates text needs: the model's name, prompts as token ids, jobs for the engine.
+"""The service behind every endpoint that generates text: the model's name, prompts as token ids, jobs for the engine.
 
 Tokenizing and checking a request may take long, so it is done in one worker thread beside the event loop.
 """

@@ -1,4 +1,4 @@
-"""What one server offers, and its limits."""
+"""Settings of one server: the methods it offers, and its limits."""
 
 from __future__ import annotations
 

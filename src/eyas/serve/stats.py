@@ -1,4 +1,4 @@
-"""What happened in the last seconds, and since the start, as one JSON object for the page."""
+"""Figures of the last seconds, and since the start, as one JSON object for the page."""
 
 from __future__ import annotations
 

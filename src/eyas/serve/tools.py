@@ -25,7 +25,7 @@ ANY_CALL = ("auto", "none", "required")
 
 @dataclass(frozen=True)
 class Tools:
-    """What a request says about tools.
+    """The tools of a request.
 
     Attributes:
         listed: the functions, in OpenAI's form; () if the model is not told of any.

@@ -1,4 +1,4 @@
-"""What all bodies that generate text have in common.
+"""Fields that all bodies that generate text have in common.
 
 A field is known and served, known and refused by name, or unknown. Unknown fields change nothing: the response lists them in a header
 (`x-eyas-ignored-fields`).
@@ -153,7 +153,7 @@ class GenerationBody(Body):
         }
 
     def _speculation(self) -> dict[str, Any]:
-        """What the field `speculation` asks for: a method, or whether and how much to draft."""
+        """Keywords that the field `speculation` asks for: a method, or whether and how much to draft."""
         asked = self.speculation
         if asked is None or asked is True or asked == "auto":
             return {}

@@ -1,7 +1,7 @@
 # The server in an image, for CPUs or for CUDA: pip's default torch for Linux is a CUDA build, PyTorch's index for CPUs has the smaller one.
-#     docker build -t eyas:cuda .
-#     docker build -t eyas:cpu --build-arg PIP_EXTRA_INDEX_URL=ADDRESS_OF_PYTORCHS_CPU_WHEELS .
-#     docker run -p 127.0.0.1:8000:8000 -e EYAS_API_KEY=... -v eyas-cache:/home/eyas/.cache eyas:cpu [--target MODEL --draft HEAD ...]
+#     docker build -t eyas-cuda .
+#     docker build -t eyas-cpu --build-arg PIP_EXTRA_INDEX_URL=ADDRESS_OF_PYTORCHS_CPU_WHEELS .
+#     docker run -p 127.0.0.1:8000:8000 -e EYAS_API_KEY=... -v eyas-cache:/home/eyas/.cache eyas-cpu [--target MODEL --draft HEAD ...]
 # For CUDA add --gpus all to `docker run`: the wheels bring CUDA's libraries, the host brings the driver.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim

@@ -456,6 +456,39 @@ def host_costs() -> str:
     return text + table(heads, lines) + "\n" + source("datastore_cost")
 
 
+def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]) -> str:
+    """Servers by load: tokens per second, and milliseconds to the first token and between chunks, median; 99th percentile."""
+
+    def cells(found: Record | None) -> str:
+        if found is None:
+            return ""
+        first, between = found["first_token_ms"] or {}, found["between_chunks_ms"] or {}
+        times = [f"{row.get('p50', 0):,.0f}; {row.get('p99', 0):,.0f}" for row in (first, between)]
+        return f"**{found['tokens_per_second']:,.0f}** ({times[0]} / {times[1]})"
+
+    servers = dict.fromkeys(name for by in loads.values() for name in by)
+    return table([title, *(names.get(load, load) for load in loads)], [[n, *(cells(by.get(n)) for by in loads.values())] for n in servers])
+
+
+def servers() -> str:
+    """Servers under load."""
+    text = prose(
+        "Tokens per second; in parentheses milliseconds to the first token / between two chunks of a stream, median; 99th percentile. "
+        "Clients and servers share the machine's two cores. Bundled prompts of one turn, greedy, to the answer's end or 64 tokens."
+    )
+    for name, model in (("serve_load", "embedded"), ("serve_load_nestling", "nestling")):
+        text += load_table(record(name)["closed"], f"{model}, clients", {}) + "\n" + source(name) + "\n"
+    rates = {load: f"{100 * float(load):.0f} %" for load in record("serve_load_open")["open"]}
+    text += prose("Requests at random times, at shares of the requests a second that drafts off answer with 16 clients:")
+    text += load_table(record("serve_load_open")["open"], "embedded, load", rates) + "\n" + source("serve_load_open") + "\n"
+    found = record("serve_load_long")
+    text += prose(
+        f"4 clients, without and with prompts of {int(found['settings']['prompt_tokens']):,} tokens that come one after the other "
+        "(a context of that length, beyond what the model was trained for: only the time matters here):"
+    )
+    return text + load_table(found["long"], "embedded, long prompts", {}) + "\n" + source("serve_load_long")
+
+
 def embedded() -> str:
     """The embedded model's own figures."""
     found = record("tiny")
@@ -482,6 +515,7 @@ APPENDIX: dict[str, Callable[[], str]] = {
     "Every method on the bundled prompts": bundled,
     "Heads trained for comparisons": training,
     "Batches and experts": batches,
+    "Servers under load": servers,
     "Look-ups and datastores": host_costs,
     "The embedded model": embedded,
 }

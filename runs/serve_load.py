@@ -7,9 +7,10 @@
         --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
 
 All servers run all the time and are asked one after the other, another one first in every round, so that drift of the machine hits
-all alike. The clients are one process beside them (runs/_serve_client.py), on the same machine and its cores. Prompts are the bundled
-ones of one turn, rendered by the chat template and sent to /v1/completions; greedy, to the answer's end or --max-new-tokens. After
---warm seconds, --seconds are measured; tokens are counted by the tokenizer from the text that came, shared out over its characters.
+all alike; before each turn the script waits until all are idle. The clients are one process beside them (runs/_serve_client.py), on the
+same machine and its cores. Prompts are the bundled ones of one turn, rendered by the chat template and sent to /v1/completions; greedy,
+to the answer's end or --max-new-tokens. After --warm seconds, --seconds are measured; tokens are counted by the tokenizer from the text
+that came, shared out over its characters.
 
 closed   so many clients, each of which sends its next request when it has its answer; and `LLM.stream` without a server
 open     requests at random times (Poisson), at fractions of what drafts off reach with 16 clients
@@ -28,12 +29,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from _common import Rows, bundled_prompts, machine, parser, run, write
 from rich.progress import track
 
@@ -45,6 +47,7 @@ CLIENT = Path(__file__).with_name("_serve_client.py")
 FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach
 CAPACITY_CLIENTS = 16
 LONG_CLIENTS = 4
+IDLE_SECONDS, IDLE_SHARE = 0.5, 0.15  # servers are idle if all of them took less than this share of a core for so long
 IN_PROCESS = "LLM.stream, no server"
 Figures = dict[str, Any]
 
@@ -102,6 +105,25 @@ def served(command: str, model: Path, log: Path) -> Iterator[str]:
                 process.kill()
 
 
+def settle(children: Sequence[psutil.Process], seconds: float = 90) -> None:
+    """Wait until no server computes: some go on with answers whose clients have left, which would slow the next one down."""
+
+    def used() -> float:
+        total = 0.0
+        for child in children:
+            with suppress(psutil.Error):
+                times = child.cpu_times()
+                total += times.user + times.system
+        return total
+
+    end, before = time.monotonic() + seconds, used()
+    while time.monotonic() < end:
+        time.sleep(IDLE_SECONDS)
+        if (now := used()) - before < IDLE_SHARE * IDLE_SECONDS:
+            return
+        before = now
+
+
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
     """Wait until a server is ready; InputError when it ends before, or takes too long."""
     for _ in range(round(seconds / 0.2)):
@@ -132,6 +154,7 @@ class Meter:
         long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
         seconds = self.args.warm + self.args.seconds
         whole = {"url": f"{url}/v1/completions", "bodies": bodies, "long": long, "seconds": seconds, **order}
+        settle(psutil.Process().children(recursive=True))
         done = subprocess.run([sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120)
         if done.returncode:
             raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")

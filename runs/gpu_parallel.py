@@ -76,7 +76,7 @@ def layer(sizes: Sizes, gpus: int, nodes: int, tokens: int, weight_bytes: int, i
 def target_pass(sizes: Sizes, gpus: int, nodes: int, tokens: int = TOKENS) -> float:
     """Microseconds of a pass. The logits of all parts of the vocabulary are gathered: every GPU verifies, with the same bits."""
     head = product((2 * sizes.vocab * sizes.hidden + 2 * nodes * sizes.vocab) / gpus) + gathered(2 * nodes * sizes.vocab, gpus)
-    return sizes.layers * layer(sizes, gpus, nodes, tokens, 2, sizes.hidden) + head + 6 * SMALL_US
+    return sizes.layers * layer(sizes, gpus, nodes, tokens, 2, sizes.hidden) + head + 4 * SMALL_US
 
 
 def draft(sizes: Sizes, gpus: int, levels: int, weight_bytes: int, tokens: int = TOKENS) -> float:
@@ -92,13 +92,13 @@ def draft(sizes: Sizes, gpus: int, levels: int, weight_bytes: int, tokens: int =
 
 def cycle(sizes: Sizes, gpus: int, levels: int, weight_bytes: int) -> float:
     """Microseconds of a cycle: draft, pass, verification and commit."""
-    around = small(8 * NODES * sizes.vocab) + 13 * SMALL_US
+    around = small(2 * NODES * sizes.vocab) + 13 * SMALL_US
     return target_pass(sizes, gpus, NODES) + around + draft(sizes, gpus, levels, weight_bytes)
 
 
 def plain(sizes: Sizes, gpus: int) -> float:
     """Microseconds of a plain step."""
-    return target_pass(sizes, gpus, 1) + 10 * SMALL_US
+    return target_pass(sizes, gpus, 1) + small(2 * sizes.vocab) + 2 * SMALL_US
 
 
 def collectives(sizes: Sizes, levels: int) -> tuple[int, int]:

@@ -148,9 +148,9 @@ def temperature_squared(apply_sampling: Any) -> Any:
 def temperature_before_sampling(node_scores: Any) -> Any:
     """The cycle divides by the temperature, and sampling does again."""
 
-    def mutant(logits_BNV: Any, draft: Any, cycle_input: Any) -> Any:
+    def mutant(logits_BNV: Any, draft: Any, cycle_input: Any, *ops: Any) -> Any:
         temperature_B = torch.tensor([s.temperature or 1.0 for s in cycle_input.sampling])
-        return node_scores(logits_BNV / temperature_B[:, None, None], draft, cycle_input)
+        return node_scores(logits_BNV / temperature_B[:, None, None], draft, cycle_input, *ops)
 
     return mutant
 

@@ -302,7 +302,7 @@ def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_table_of_heads(command: Any) -> None:
     """Guards the count of parameters: EAGLE-1's layer and its fc, without the embeddings that it shares with the target, nor integers."""
-    weights = RUNS.parent / "src" / "eyas" / "tiny" / "weights"
+    weights = RUNS.parent / "tiny" / "eyas_tiny" / "weights"
     (line,) = (line for line in command("papers").trained([weights]).splitlines() if "EAGLE-1 and EAGLE-2 (shipped)" in line)
     hidden, inner, kv = 384, 1024, 128
     layer = 2 * hidden * hidden + hidden + 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + hidden

@@ -462,8 +462,8 @@ def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]
     def cells(found: Record | None) -> str:
         if found is None:
             return ""
-        first, between = found["first_token_ms"] or {}, found["between_chunks_ms"] or {}
-        times = [f"{row.get('p50', 0):,.0f}; {row.get('p99', 0):,.0f}" for row in (first, between)]
+        rows = (found["first_token_ms"], found["between_chunks_ms"])
+        times = [f"{row['p50']:,.0f}; {row['p99']:,.0f}" if row else "none" for row in rows]
         return f"**{found['tokens_per_second']:,.0f}** ({times[0]} / {times[1]})"
 
     servers = dict.fromkeys(name for by in loads.values() for name in by)
@@ -474,7 +474,9 @@ def servers() -> str:
     """Servers under load."""
     text = prose(
         "Tokens per second; in parentheses milliseconds to the first token / between two chunks of a stream, median; 99th percentile. "
-        "Clients and servers share the machine's two cores. Bundled prompts of one turn, greedy, to the answer's end or 64 tokens."
+        "Clients and servers share the machine's two cores. Bundled prompts of one turn, greedy, to the answer's end or 64 tokens. "
+        "none: no answer began and ended within the seconds that were measured; the first request of transformers' continuous batching "
+        "took longer than a round, so its figure for one client is half of what it reaches."
     )
     for name, model in (("serve_load", "embedded"), ("serve_load_nestling", "nestling")):
         text += load_table(record(name)["closed"], f"{model}, clients", {}) + "\n" + source(name) + "\n"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shlex
 import socket
@@ -268,7 +269,7 @@ def main() -> None:
     llm = eyas.load(args.target, draft=args.draft)
     model = saved(llm, args, folder)
     if args.prompt_tokens:
-        args.target, args.draft = model, args.draft or str(tiny.HEADS[tiny.BEST])
+        args.target, args.draft = model, args.draft or os.path.relpath(tiny.HEADS[tiny.BEST])
     prompts = [rendered(llm, prompt.turns[0]) for prompt in bundled_prompts()]
     entered = contestants(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}

@@ -89,7 +89,7 @@ def method_page(name: str) -> str:
 
 
 def reference(name: str, **options: str) -> str:
-    """What mkdocstrings reads in a module or a class of eyas."""
+    """The directive from which mkdocstrings makes the page of a module or a class."""
     chosen = {"show_root_heading": "false", "show_root_toc_entry": "false", **options}
     return f"::: eyas.{name}\n    options:\n" + "".join(f"      {option}: {value}\n" for option, value in chosen.items())
 

@@ -1,4 +1,4 @@
-"""What runs/gpu.py measures with: models made on the device, decoders whose cycles are timed, a file of results, a limit of time.
+"""The tools of runs/gpu.py: models made on the device, decoders whose cycles are timed, a file of results, a limit of time.
 
     Plan        sizes of everything that is measured: FULL for a GPU, SMALL for trying all of it on a CPU
     Lab         the device, and the one model that lies on it, with its runners and drafters

@@ -33,7 +33,7 @@ TEXTS: tuple[tuple[str, dict[str, Any], float], ...] = (
 
 @dataclass
 class Bench:
-    """What a case works with."""
+    """The models and settings of a case."""
 
     lab: Lab
     results: Results
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is measured together."""
+    """Cases that are measured together."""
 
     name: str
     about: str

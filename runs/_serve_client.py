@@ -47,7 +47,7 @@ class Exchange:
             writer.close()
 
     def record(self, start: float) -> dict[str, Any]:
-        """What came: status, text, and when how much of it."""
+        """The answer as JSON: its status, its text, and the time at which each part came."""
         connection, status, text = h11.Connection(h11.CLIENT), 0, ""
         connection.send(h11.Request(method="POST", target="/", headers=[("Host", "x"), ("Content-Length", "0")]))
         connection.send(h11.EndOfMessage())

@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the target's layers and head, in bfloat16."""
+        """Bytes of the target's layers and head, in bfloat16."""
         qkv = (self.heads + 2 * self.kv_heads) * self.width
         return 2 * (self.layers * self.hidden * (qkv + self.heads * self.width + 3 * self.inner) + self.vocab * self.hidden)
 

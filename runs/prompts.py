@@ -1,4 +1,4 @@
-"""What a long prompt costs the rows that run, and what a predicted text saves: `python runs/prompts.py [--rounds 5] [--busy]`.
+"""Measures how a long prompt delays the rows that run, and how much a predicted text saves: `python runs/prompts.py [--rounds 5] [--busy]`.
 
 stall        three rows decode while a prompt of --tokens tokens arrives: time between two cycles of theirs, and until the prompt's first
              token, by prefill budget. Budgets take turns, round by round; printed are the medians of the rounds

@@ -168,7 +168,7 @@ class Meter:
         return len(self.llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def figures(self, exchanges: Sequence[Mapping[str, Any]], end: float) -> Figures:
-        """What happened from the end of the warm-up on."""
+        """Figures of the time behind the warm-up."""
         begin, tokens, done, texts = self.args.warm, 0.0, 0, {}
         first, gaps, each, prompts = list[float](), list[float](), list[float](), list[float]()
         for one in exchanges:

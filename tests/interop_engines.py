@@ -26,7 +26,7 @@ def python_of(environment: str) -> Path:
 
 
 def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """What a program says to a question; both are JSON, the answer is its last line."""
+    """A program's answer to a question; both are JSON, the answer is its last line."""
     outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
     with processes.started([python, PROGRAMS / program], stdin=-1, stdout=-1, stderr=-1, text=True, env=outside) as process:
         stdout, stderr = processes.finish(process, json.dumps(question))

@@ -61,7 +61,7 @@ def text_of(made: Cycle) -> str:
 
 @dataclass
 class Script:
-    """What the server answers, and what it was asked."""
+    """The server's answers, and the requests that it got."""
 
     turns: list[list[Cycle | dict[str, Any]]] = field(default_factory=list)  # one list for each request; the last one serves the rest
     endless: bool = False  # after a turn's cycles words come, until the client hangs up

@@ -1,4 +1,4 @@
-"""What is built from pyproject.toml: every file that eyas reads is in the wheel, and the names of extras are true."""
+"""The distributions that pyproject.toml describes: every file that eyas reads is in the wheel, and the names of extras are true."""
 
 from __future__ import annotations
 

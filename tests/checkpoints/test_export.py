@@ -54,7 +54,7 @@ def through(head: Weights, name: str, folder: Path, target: ExportTarget) -> Wei
 
 
 def logits(head: Weights, target: Target) -> Tensor:
-    """What a head's net predicts behind each of a few tokens, and behind its own prediction (EAGLE), by the code that drafts."""
+    """The predictions of a head's net behind each of a few tokens, and behind its own prediction (EAGLE), by the code that drafts."""
     method = find(head.method).load(head, target)
     tokens_N = torch.randint(target.vocab_size, (9,), generator=torch.Generator().manual_seed(5))
     features_NF = target.encode(tokens_N[None], method.train_feature_layers)[0]

@@ -20,7 +20,7 @@ Run = Callable[..., CompletedProcess[str]]
 
 @pytest.fixture
 def ask(run: Run) -> Callable[..., Any]:
-    """What the program prints for an action."""
+    """The program's output for an action."""
     return lambda server, *arguments: json.loads(run("python", PROGRAM, server.v1, *arguments).stdout)
 
 

@@ -58,7 +58,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
-    """Of every prefix, counted by hand. With a logit bias token 2 ends the text, and two tokens must come before it."""
+    """The adjustments of every prefix, counted by hand. With a logit bias token 2 ends the text, and two tokens must come before it."""
     seen_IV, counts_IV, length_I = torch.zeros(I, vocab, dtype=torch.bool), torch.zeros(I, vocab), torch.zeros(I, dtype=torch.long)
     seen_IV[0, 0] = True  # the first root is token 0, the prompt's
     for child in range(1, I):

@@ -114,7 +114,7 @@ def test_kernels_follow_the_weights(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_models_are_freed_copied_and_saved(model: PreTrainedModel) -> None:
-    """What is kept for a model goes with it; a copy decodes with its own weights."""
+    """The head and packed weights are freed with the model; a copy decodes with its own weights."""
     eyas.attach(model, "suffix")
     model.generate(**padded(), **ASKED)
     other = copy.deepcopy(model)

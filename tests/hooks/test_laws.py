@@ -1,4 +1,4 @@
-"""What the engine does for a list of processors is what the list does: in whatever order, on whatever text."""
+"""The engine's scores for a list of processors are those of the list itself, in any order and on any text."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def prompts(llm: eyas.LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def known(llm: eyas.LLM, folder: Path) -> checkpoints.ExportTarget:
-    """What an export may ask about the embedded model."""
+    """The properties of the embedded model that an export may ask for."""
     every_V = torch.arange(llm.target.vocab_size)
     return checkpoints.ExportTarget(str(folder), ("LlamaForCausalLM",), lambda: llm.target.embed(every_V))
 

@@ -1,4 +1,4 @@
-"""What a target gets on a GPU by default: graphs and kernels that have proven themselves, or the model's own forward. Tried on a CPU."""
+"""The runner that a target gets on a GPU by default: proven graphs and kernels, or the model's own forward. Tried on a CPU."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_differences_are_seen(counts: Any) -> None:
 
 
 def faults(fake: Any, work: Any) -> list[str]:
-    """What a recording of the work is accused of."""
+    """The faults that are found in a recording of the work."""
     with fake.fake_cuda() as mode, fake.logged_by_stage(mode) as capture:
         capture(lambda: work(torch.zeros(4, 6, device="cuda")), lambda: None)
         return list(capture.logs[0].faults)

@@ -1,4 +1,4 @@
-"""What the server sends byte by byte, without a client library between: headers, errors, keys, events, small endpoints."""
+"""The bytes that the server sends, without a client library between: headers, errors, keys, events, small endpoints."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_tokens_there_and_back(server: Running, llm: eyas.LLM) -> None:
 
 
 def test_small_endpoints(server: Running) -> None:
-    """What probes and the page read."""
+    """The endpoints for probes and for the page."""
     assert httpx2.get(f"{server.url}/health").status_code == 200
     assert httpx2.get(f"{server.url}/version").json() == {"version": eyas.__version__}
     stats = httpx2.get(f"{server.url}/stats").json()

@@ -122,7 +122,7 @@ def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
 
 
 def test_clear_stops_the_answer(open_page: Open, address: str, script: Script) -> None:
-    """What the old conversation still brings must not enter the new one."""
+    """Late chunks of the old conversation must not enter the new one."""
     script.endless = True
     page = open_page(address)
     page.get_by_label("Message").fill("Count")

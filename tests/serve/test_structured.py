@@ -31,7 +31,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "booking", "schema
 
 
 class Answer(BaseModel):
-    """What `parse` asks for."""
+    """The object that `parse` asks for."""
 
     kind: Literal["table", "movie"]
     seats: Literal[1, 2, 3]

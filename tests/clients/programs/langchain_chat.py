@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 
 class Answer(BaseModel):
-    """What the model is to fill in."""
+    """The fields that the model fills in."""
 
     kind: Literal["table", "movie"]
     seats: Literal[1, 2, 3]

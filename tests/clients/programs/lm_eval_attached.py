@@ -21,7 +21,7 @@ from eyas import tiny
 
 
 def answers(model: Any, tokenizer: Any, tasks: TaskManager, rows: int) -> list[Any]:
-    """What the model answers to the text task, in the order of its documents."""
+    """The model's answers to the text task, in the order of its documents."""
     evaluated = lm_eval.simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=rows, device="cpu"),
         tasks=["eyas_text"],

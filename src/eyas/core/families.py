@@ -49,7 +49,7 @@ SLIDING = "sliding_attention"
 
 # ---------------------------------------------------------------------------------------------- the tables
 
-STATE = "its recurrent or convolutional state cannot be rolled back when a drafted token is rejected"
+STATE = "its recurrent state lies inside of its modules or in a cache of its own, where it cannot be put back when a draft is rejected"
 CHUNKED = "chunked attention is not supported yet"
 SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask cannot change"
 ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
@@ -59,32 +59,7 @@ NO_MASK = "its forward takes no 4-D mask, which a tree needs"
 # Model types that are refused whatever their configuration says.
 REFUSED_TYPES: Mapping[str, str] = {
     **dict.fromkeys(
-        (
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "qwen3_next",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-            "zaya",
-        ),
+        ("minimax", "recurrent_gemma", "rwkv", "xlstm"),
         STATE,
     ),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
@@ -94,7 +69,7 @@ REFUSED_TYPES: Mapping[str, str] = {
 }
 # Kinds of layers (entries of layer_types and layers_block_type) that are refused; a kind in no table is refused as unknown.
 REFUSED_KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mamba2", "recurrent"), STATE),
+    "recurrent": STATE,
     **dict.fromkeys(
         (
             "compressed_sparse_attention",
@@ -109,12 +84,16 @@ REFUSED_KINDS: Mapping[str, str] = {
     "chunked_attention": CHUNKED,
 }
 SERVED_KINDS = (FULL, SLIDING)
+STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")  # layers with recurrent or convolutional state (core/recurrent.py)
+MASKLESS_KINDS = ("mlp", "moe")  # layers that attend to nothing
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
 OTHER_NAMES = {"attention": FULL}  # older names of kinds
 # Model types for which `_takes_dict` reads the code wrongly, with the right answer. None is known; a custom model may need a line.
 TAKES_DICT: dict[str, bool] = {}
 
 BACKENDS = ("eager", "sdpa")
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # the latter in models without attention
+UNLIMITED = 2**20  # positions of a request in a model without positions, which has no limit of its own
 
 # Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides. Gemma's root of the hidden size
 # stands in no table: its embedding module applies it.
@@ -145,6 +124,9 @@ class Family:
     embedding: nn.Module  # token ids -> embeddings before embed_scale
     context: int  # positions that a request may use, prompt and new tokens and drafts together
     context_reason: str  # why `context` is smaller than what the model accepts; "" where it is not
+    has_states: bool  # some layers have recurrent or convolutional state
+    has_attention: bool  # some layers attend, so that masks and positions go in
+    cache_argument: str  # the name under which its forward takes a cache
 
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,16 +160,23 @@ def describe(model: PreTrainedModel) -> Family:
     config = model.config.get_text_config(decoder=True)
     base = _decoder(model)
     code = _names(base)
-    kinds = _kinds(config)
+    every_kind = _kinds(config)
+    kinds = tuple(kind for kind in every_kind if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
+    has_states = bool(getattr(model, "_is_stateful", False)) or any(kind in STATE_KINDS for kind in every_kind)
+    cache_argument = next((name for name in CACHE_ARGUMENTS if name in inspect.signature(type(base).forward).parameters), "past_key_values")
+    has_attention = cache_argument == "past_key_values"
     _refuse_layers(config, kinds)
-    _refuse_positions(config, base)
+    if has_attention:
+        _refuse_positions(config, base)
     layers = _layers(config, base)
     if len(layers) == 0:
         raise _refusal(config, "its configuration asks for no layers: repair num_hidden_layers in config.json")
+    if has_states and len(kinds) <= 1:
+        kinds = ()  # one mask for all layers that attend; such a model makes none for the others then
     mask_kinds = kinds if TAKES_DICT.get(config.model_type, _takes_dict(code)) else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
         raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
-    context, reason = _context(config)
+    context, reason = _context(config, has_attention)
     return Family(
         model_type=config.model_type,
         mask_kinds=mask_kinds,
@@ -201,6 +190,9 @@ def describe(model: PreTrainedModel) -> Family:
         embedding=ends.get_input_embeddings(),
         context=context,
         context_reason=reason,
+        has_states=has_states,
+        has_attention=has_attention,
+        cache_argument=cache_argument,
     )
 
 
@@ -221,8 +213,6 @@ def _refuse_whole_model(model: Any) -> None:
         raise _refusal(config, "it is an encoder-decoder model; eyas serves causal language models")
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise _refusal(config, f"{type(model).__name__} is not a causal language model; load it with AutoModelForCausalLM")
-    if getattr(model, "_is_stateful", False):
-        raise _refusal(config, STATE)
     backend = getattr(text, "_attn_implementation", None)
     if backend is not None and backend not in BACKENDS:
         by_sdpa = getattr(model, "_supports_sdpa", True) and getattr(text, "attn_logit_softcapping", None) is None
@@ -324,9 +314,9 @@ def _scale(config: Any, table: Mapping[str, int]) -> float:
     return scale
 
 
-def _context(config: Any) -> tuple[int, str]:
+def _context(config: Any, has_attention: bool) -> tuple[int, str]:
     """(positions that a request may use, why they are fewer than the model accepts)"""
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config, "max_position_embeddings", None if has_attention else UNLIMITED)
     if not isinstance(context, int) or context < 1:
         raise _refusal(config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}")
     for rope in _ropes(config):

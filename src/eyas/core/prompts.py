@@ -19,7 +19,8 @@ Without a budget prompts are read whole, in order of arrival. Rows are always gi
 
 **Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of its last one, kept. A new prompt
 starts behind the longest prefix that it shares with any of them. It takes the place of a kept text that it continues; otherwise the
-prefix is copied into the empty row whose text was used least recently. What the drafter's session cannot copy is read again.
+prefix is copied into the empty row whose text was used least recently. What the drafter's session cannot copy is read again; so is what
+lies behind the last known state of a target with recurrent state (`TargetSession.longest`).
 
 This module knows no requests' sampling, no cycles and no method.
 """
@@ -133,8 +134,8 @@ class PromptReader:
             self.texts[row] = ()
             self.drafter.end(row)
             self.target.keep(row, 0)
-        else:
-            self.target.keep(row, self.target.lengths[row])  # a cycle that ran ahead has gone further
+        else:  # a cycle that ran ahead has gone further, and the last path may go on behind the end of the text
+            self.target.keep(row, self.target.longest(row, min(self.target.lengths[row], len(self.texts[row]))))
 
     def observe(self, seconds: float) -> None:
         """A cycle has taken so long."""
@@ -210,7 +211,7 @@ class PromptReader:
         if request.prompt_logprobs is not None:  # then all logits are wanted
             prompt.scores = PromptLogprobs(request.prompt, request.prompt_logprobs)
         elif shared:
-            kept = self.drafter.keep(row, shared) if source == row else self.drafter.copy(source, row, shared)
+            kept = self._kept(row, source, shared)
         self.drafter.begin(row, kept, len(request.prompt))
         if source == row:
             self.target.keep(row, kept)
@@ -239,7 +240,17 @@ class PromptReader:
         """How many tokens of the prompt are in the row's cache already. The last one is always read: its logits are wanted."""
         if not self.reuse:
             return 0
-        return min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1)
+        return self.target.longest(row, min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1))
+
+    def _kept(self, row: int, source: int, shared: int) -> int:
+        """How many of the shared tokens the drafter's session keeps or copies, and the target can."""
+        kept = shared
+        while kept:
+            fewer = self.drafter.keep(row, kept) if source == row else self.drafter.copy(source, row, kept)
+            kept = self.target.longest(source, fewer)
+            if kept == fewer:
+                break
+        return kept
 
 
 def _average(average: float, newest: float) -> float:

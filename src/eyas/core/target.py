@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ from eyas.core import families
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
+from eyas.core.recurrent import RowStates
+from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import EyasError, FitError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
@@ -42,6 +44,9 @@ from eyas.nn import Backend
 __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
+# The same for models whose state modules cannot go on from a state with several tokens (`StateModule.continues`):
+MOST_AT_ONCE = 8192  # at the beginning of a text
+STEPPED_CHUNK = 16  # later; each of these tokens has a state of its own in memory
 
 OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
 
@@ -130,6 +135,7 @@ class Target:
         self.run: Runner = ModelRunner()
         self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.state_modules: tuple[StateModule, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
     @classmethod
@@ -151,13 +157,19 @@ class Target:
             raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
 
     def _probe(self) -> tuple[Layout, int, bool]:
-        """Run the model on two tokens: (sizes that each layer caches, V, whether `head` reproduces the model's logits)."""
-        cache, ids = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        with torch.no_grad(), self.tap((self.num_layers,)) as features:
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        """Run the model on a few tokens, and find its state modules: (sizes that each layer caches, V, whether `head` reproduces the model's logits)."""
+        states = ProbeCache(self.model) if self.family.has_states else None
+        cache, ids = states or DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        if states is not None:
+            ids = torch.arange(PROBE_TOKENS, device=self.device)[None].clamp(max=self.embed_rows - 1)
+        with torch.no_grad(), self.tap((self.num_layers,)) as features, states.watching(self.model) if states else nullcontext():
+            logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
+        layout = layout_of(cache)
+        if states is not None:
+            self.state_modules = states.state_modules()
         head_logits = self.head(features())
         exact = head_logits.shape == logits.shape and torch.allclose(head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3)
-        return layout_of(cache), logits.shape[-1], bool(exact)
+        return layout, logits.shape[-1], bool(exact)
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> input of the first layer [..., D] (without learned position embeddings)."""
@@ -269,6 +281,10 @@ class TargetSession:
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
         self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit)
+        self.states: RowStates | None = None  # recurrent and convolutional states; None: the target has none
+        if target.state_modules:
+            self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
+            self.cache.layers = self.states.cache_layers
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `settle`
 
@@ -304,12 +320,16 @@ class TargetSession:
         """
         assert tokens, "at least one token"
         logits_V = None
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk_1T = torch.tensor([tokens[start : start + PREFILL_CHUNK]], device=self.target.device)
+        start = 0
+        while start < len(tokens):
+            chunk_1T = torch.tensor([tokens[start : start + self._chunk(row)]], device=self.target.device)
             T, begin = chunk_1T.shape[1], self.lengths[row]
+            start += T
             order_1T = torch.arange(T, device=self.target.device)[None]
             causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
             seen = self._run(range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None)
+            if self.states is not None and begin and not self.states.continues:
+                self._commit_chain(torch.tensor([T if b == row else 0 for b in range(self.rows)], device=self.target.device))
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
@@ -317,8 +337,16 @@ class TargetSession:
             if on_logits is not None:
                 on_logits(seen.logits_BNV[0], begin)
             logits_V = seen.logits_BNV[0, -1]
+        if self.states is not None:
+            self.states.mark(row, self.lengths[row])
         assert logits_V is not None
         return logits_V
+
+    def _chunk(self, row: int) -> int:
+        """Most tokens of a prompt that go through the model at a time."""
+        if self.states is None or self.states.continues:
+            return PREFILL_CHUNK
+        return STEPPED_CHUNK if self.lengths[row] else MOST_AT_ONCE
 
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
@@ -373,12 +401,23 @@ class TargetSession:
             last_only,
             prompt,
         )  # fmt: skip
-        return target.run(work)
+        with self._reading(work, prompt):
+            return target.run(work)
+
+    def _reading(self, work: ForwardInput, prompt: bool) -> AbstractContextManager[None]:
+        """The context in which a forward reads and writes the rows' states, if the target has any."""
+        if self.states is None:
+            return nullcontext()
+        if prompt and (self.states.continues or self.lengths[work.rows[0]] == 0):
+            return self.states.prompt(work.rows[0], fresh=self.lengths[work.rows[0]] == 0)
+        return self.states.tree(work.rows, work.depth_RT, work.visible_RQT)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
         """Commit the accepted nodes of the active rows; the slots of other nodes are free again."""
         self.cache.commit(self.length_B, verdict.path_BP)
+        if self.states is not None:
+            self.states.commit(self.length_B, verdict.path_BP, verdict.length_B, active_B)
         self.length_B = torch.addcmul(self.length_B, verdict.length_B, active_B)
 
     @torch.inference_mode()
@@ -387,23 +426,44 @@ class TargetSession:
 
         `most`: upper bounds of the new lengths, known to the host.
         """
+        if self.states is not None:
+            self._commit_chain(count_B)
         self.length_B = self.length_B + count_B
         self.lengths = list(most)
+
+    def _commit_chain(self, count_B: Tensor) -> None:
+        """Commit the states of the first `count_B` nodes of each row, which are a chain."""
+        assert self.states is not None
+        chain_BP = torch.arange(self.states.node_count, device=self.target.device).expand(self.rows, -1)
+        self.states.commit(self.length_B, chain_BP, count_B, count_B > 0)
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Set the host's copy of the lengths, which it reads after each cycle."""
         self.lengths = list(lengths)
 
+    def longest(self, row: int, most: int) -> int:
+        """The most tokens, up to `most`, to which `keep` can cut a row, and which `copy` can copy. Fewer only if the target has states."""
+        most = min(most, self.lengths[row])
+        return most if self.states is None else self.states.longest(row, self._length(row), most)
+
+    def _length(self, row: int) -> int:
+        """Number of committed tokens; `lengths` may be an upper bound."""
+        return int(self.length_B[row])
+
     def keep(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens."""
+        """Cut a row back to its first `length` tokens, a number that `longest` has returned."""
         assert length <= self.lengths[row]
+        if self.states is not None:
+            self.states.keep(row, length, self._length(row))
         self.length_B[row] = length
         self.lengths[row] = length
 
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
-        """Replace a row's text by the first `length` tokens of another row's."""
+        """Replace a row's text by the first `length` tokens of another row's, a number that `longest` has returned."""
         assert length <= self.lengths[source]
+        if self.states is not None:
+            self.states.copy(source, row, length, self._length(source))
         self.cache.copy(source, row, length)
         self.length_B[row] = length
         self.lengths[row] = length
@@ -412,6 +472,8 @@ class TargetSession:
         """Empty a row whose keys and values may be NaN."""
         self.keep(row, 0)
         self.cache.clear(row)
+        if self.states is not None:
+            self.states.clear(row)
 
 
 class ModelRunner:
@@ -427,12 +489,12 @@ class ModelRunner:
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target = work.target
-        extra = {"logits_to_keep": 1} if work.last_only and target._keeps_logits else {}
+        extra: dict[str, Any] = {"logits_to_keep": 1} if work.last_only and target._keeps_logits else {}
         with target.tap(work.feature_layers) as features:
-            logits_RQV = target.model(
-                input_ids=work.tokens_RQ, attention_mask=_masks(work), position_ids=work.position_RQ,
-                past_key_values=work.cache, use_cache=True, **extra,
-            ).logits  # fmt: skip
+            if target.family.has_attention:
+                extra |= {"attention_mask": _masks(work), "position_ids": work.position_RQ}
+            extra[target.family.cache_argument] = work.cache
+            logits_RQV = target.model(input_ids=work.tokens_RQ, use_cache=True, **extra).logits
             features_RQF = features() if work.feature_layers else logits_RQV[..., :0]
         return TargetOutput(logits_RQV, features_RQF)
 

@@ -309,10 +309,10 @@ class LanguageModelSession(DraftSession):
         self.active_B = torch.zeros(rows, dtype=torch.bool, device=device)  # in the current cycle
 
     def keep(self, row: int, length: int) -> int:
-        return min(length, int(self.model.length_B[row]))
+        return self.model.longest(row, min(length, int(self.model.length_B[row])))
 
     def copy(self, source: int, row: int, length: int) -> int:
-        kept = min(length, int(self.model.length_B[source]))
+        kept = self.model.longest(source, min(length, int(self.model.length_B[source])))
         self.model.copy(source, row, kept)
         return kept
 

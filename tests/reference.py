@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import Counter
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request, Step
@@ -23,11 +24,16 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.
 
 
 @torch.no_grad()
-def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
-    """New tokens of one request, each from a forward over the whole sequence."""
+def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False) -> list[int]:
+    """New tokens of one request, each from a forward over the whole sequence; `cached`: each from a forward over the last token, with
+    transformers' own cache."""
     ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
+    cache: DynamicCache | None = None
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):
-        logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
+        if cached:
+            logits_1V, cache = _by_cache(model, ids, cache)
+        else:
+            logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
         adjust(request, new, logits_1V)
         rest = replace(request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=())
         if request.constraint is not None:
@@ -42,6 +48,15 @@ def plain_decode(model: PreTrainedModel, request: Request) -> list[int]:
             if request.constraint.finished:
                 break
     return new
+
+
+def _by_cache(model: PreTrainedModel, ids: list[int], cache: DynamicCache | None) -> tuple[Tensor, DynamicCache]:
+    """Logits [1, V] of the last token, and the cache after it. No cache: all tokens are read."""
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    new = ids if cache is None else ids[-1:]
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    positions = {} if name == "cache_params" else {"position_ids": torch.arange(len(ids) - len(new), len(ids))[None]}
+    return model(torch.tensor([new]), use_cache=True, **{name: cache}, **positions).logits[0, -1:], cache
 
 
 def adjust(request: Request, new: list[int], logits_1V: Tensor) -> None:

@@ -7,7 +7,8 @@ Sliding windows are 16 tokens, shorter than the sequences of the tests; the cont
 
     FAMILIES    model types that eyas serves
     SWITCHING   served up to the length at which their rotary frequencies change
-    REFUSED     refused, because their state cannot be rolled back
+    HYBRIDS     with recurrent or convolutional state
+    REFUSED     refused, because their state lies where it cannot be put back
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "COMMON",
     "CONTEXT",
     "FAMILIES",
+    "HYBRIDS",
     "LAYERS",
     "REFUSED",
     "SWITCH",
@@ -139,20 +141,82 @@ phi3_longrope = _family(
 )
 SWITCHING: dict[str, Callable[[], PreTrainedModel]] = {"llama_dynamic": llama_dynamic, "phi3_longrope": phi3_longrope}
 
-REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
-    "mamba": _family("mamba", eager=True, state_size=8),
-    "jamba": _family("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=4),
-    "lfm2": _family("lfm2", layer_types=["conv", "full_attention"] * 2),
-    "qwen3_next": _family(
-        "qwen3_next",
-        layer_types=["linear_attention", "full_attention"] * 2,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=40,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+STATE_THEN_ATTENTION = ["linear_attention", "full_attention"] * (LAYERS // 2)
+CONV_THEN_ATTENTION = ["conv", "full_attention"] * (LAYERS // 2)
+DELTA_NET: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA_1: dict[str, Any] = {"mamba_d_state": 8, "mamba_dt_rank": 4}
+MAMBA_2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+}
+LATENT: dict[str, Any] = {  # multi-head latent attention
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "topk_group": 1,
+    "num_experts": 4,
+    "moe_intermediate_size": 40,
+}
+ZAMBA: dict[str, Any] = {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "attention_hidden_size": 96, "attention_head_dim": 24}
+
+HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "lfm2": _family("lfm2", layer_types=CONV_THEN_ATTENTION),
+    "qwen3_next": _family("qwen3_next", layer_types=STATE_THEN_ATTENTION, **SHARED_EXPERT, **DELTA_NET),
+    "falcon_h1": _family("falcon_h1", mamba_d_ssm=96, **MAMBA_2),
+    "jamba": _family("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, **MAMBA_1),
+    "mamba2": _family("mamba2", eager=True, state_size=8, num_heads=4, head_dim=24, n_groups=1, chunk_size=16),
+    "qwen3_5": _family("qwen3_5_text", layer_types=STATE_THEN_ATTENTION, **DELTA_NET),
+    "qwen3_5_moe": _family("qwen3_5_moe_text", layer_types=STATE_THEN_ATTENTION, **SHARED_EXPERT, **DELTA_NET),
+    "lfm2_moe": _family(
+        "lfm2_moe", layer_types=CONV_THEN_ATTENTION, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, num_dense_layers=1
     ),
+    "mamba": _family("mamba", eager=True, state_size=8),
+    "falcon_mamba": _family("falcon_mamba", eager=True, state_size=8),
+    "bamba": _family("bamba", attn_layer_indices=[1, 3], **MAMBA_2),
+    "granitemoehybrid": _family(
+        "granitemoehybrid", layer_types=["mamba", "attention"] * (LAYERS // 2), shared_intermediate_size=40, **EXPERTS, **MAMBA_2
+    ),
+    "nemotron_h": _family(
+        "nemotron_h",
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=24,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    ),
+    "zamba": _family("zamba", n_mamba_heads=2, **MAMBA_1, **ZAMBA),
+    "zamba2": _family(
+        "zamba2", n_mamba_heads=4, mamba_d_state=8, mamba_headdim=24, mamba_ngroups=1, chunk_size=16, num_mem_blocks=1, adapter_rank=8,
+        **ZAMBA,
+    ),
+    "olmo_hybrid": _family("olmo_hybrid", layer_types=STATE_THEN_ATTENTION, **{**DELTA_NET, "linear_num_key_heads": 4}),
+    "kimi_linear": _family(
+        "kimi_linear",
+        layer_types=STATE_THEN_ATTENTION,
+        linear_num_heads=2,
+        linear_head_dim=8,
+        num_experts_per_token=2,
+        num_expert_group=1,
+        num_shared_experts=1,
+        **LATENT,
+    ),
+    "bailing_hybrid": _family("bailing_hybrid", layer_types=STATE_THEN_ATTENTION, num_experts_per_tok=2, n_group=1, head_dim=8, **LATENT),
+    "zaya": _family("zaya"),
+}  # fmt: skip
+
+REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
+    "recurrent_gemma": _family("recurrent_gemma", eager=True, attention_window_size=WINDOW),
+    "minimax": _family("minimax", layer_types=STATE_THEN_ATTENTION, **EXPERTS),
 }

@@ -164,8 +164,8 @@ def test_truncated_weights_of_a_target(refused: Run, world: Path, tmp_path: Path
 
 
 def test_a_target_that_cannot_be_served(refused: Run, tmp_path: Path) -> None:
-    zoo.REFUSED["mamba"]().save_pretrained(tmp_path)
-    assert "mamba" in refused("generate", "--target", tmp_path, "--prompt-ids", "1").lower()
+    zoo.REFUSED["minimax"]().save_pretrained(tmp_path)
+    assert "minimax" in refused("generate", "--target", tmp_path, "--prompt-ids", "1").lower()
 
 
 def test_nan_logits_name_the_layer(refused: Run, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def of_class(auto: Any, model_type: str, **options: Any) -> PreTrainedModel:
 T5 = {"vocab_size": zoo.VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
 # Case -> how to build the model, the type that the message names, what else the message says.
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], str, str]] = {
-    **{name: (make, name, "state cannot be rolled back") for name, make in zoo.REFUSED.items()},
+    **{name: (make, name, "where it cannot be put back") for name, make in zoo.REFUSED.items()},
     "chunked": altered("llama4_text", "chunked attention is not supported yet", intermediate_size_mlp=40, interleave_moe_layer_step=2),
     "alibi in the code": altered("bloom", "ALiBi", eager=True, n_head=4),
     "alibi in the options": altered("falcon", "ALiBi", eager=True, alibi=True),

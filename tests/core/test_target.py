@@ -101,9 +101,9 @@ def test_refusal_with_the_numbers() -> None:
         Target(zoo.SWITCHING["llama_dynamic"]()).open(1).check_fit(9000, 1)
 
 
-@pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", zoo.REFUSED)
 def test_refused_by_name(family: str) -> None:
-    """Guards against silent nonsense on models whose state cannot be rolled back."""
+    """Guards against silent nonsense on models whose state lies where it cannot be put back."""
     with pytest.raises(ModelError, match=family):
         Target(zoo.REFUSED[family]())
 

@@ -143,7 +143,7 @@ def test_models_are_freed_copied_and_saved(model: PreTrainedModel) -> None:
         (lambda: eyas.attach(zoo.tiny("llama").train()), "training mode"),
         (lambda: eyas.attach(zoo.tiny("llama"), "no/such/folder"), "no such folder"),
         (lambda: eyas.attach(zoo.tiny("llama"), "eagle3"), "head"),
-        (lambda: eyas.attach(zoo.REFUSED["mamba"]()), "mamba"),
+        (lambda: eyas.attach(zoo.REFUSED["minimax"]()), "minimax"),
         (lambda: eyas.detach("a/name"), "not from str"),  # type: ignore[arg-type]
     ],
 )

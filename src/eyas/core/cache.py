@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from eyas.nn import CacheContents, DraftSlots, rope
@@ -37,8 +36,8 @@ SYSTEM_PAGES = 2**20  # bytes; larger tensors are made of pages of the system, s
 ALIGNED = 64  # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
 
 
-def layout_of(cache: DynamicCache) -> Layout:
-    """The layout of a DynamicCache that a forward of the model has filled."""
+def layout_of(cache: Cache) -> Layout:
+    """The layout of a growing cache that a forward of the model has filled."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
 

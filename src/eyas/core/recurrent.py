@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from eyas.core.state_modules import StateModule, States, load_states, on_tokens, stored_states
 
-__all__ = ["RowStates", "tree_levels"]
+__all__ = ["Level", "RowStates", "tree_levels"]
 
 MARKS = 2  # copies of the state that each row keeps at most: a prompt's end among them
 
@@ -55,14 +55,14 @@ class Level:
 
 def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
     """The new nodes by depth, parents before children. The parent of a node is the deepest node that it attends to, beside itself."""
-    R, Q, T = visible_RQT.shape
+    _, Q, T = visible_RQT.shape
     own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
     ancestor_RQT = visible_RQT & ~own_QT
     deepest_RQ, parent_RQ = torch.where(ancestor_RQT, depth_RT[:, None], -1).max(-1)
     parent_RQ = torch.where(deepest_RQ < 0, -1, parent_RQ)
     new_RQ = depth_RT[:, T - Q :]
     levels = []
-    for depth in new_RQ.unique().tolist():  # ascending
+    for depth in sorted(set(new_RQ.flatten().tolist())):
         row_M, node_M = (new_RQ == depth).nonzero(as_tuple=True)
         levels.append(Level(row_M, node_M, parent_RQ[row_M, node_M]))
     return levels
@@ -80,7 +80,7 @@ class RowStates:
 
     def __init__(self, modules: Sequence[StateModule], rows: int, layers: int, device: torch.device) -> None:
         self.modules, self.rows, self.device = tuple(modules), rows, device
-        self.cache_layers: list[CacheLayerMixin | LinearAttentionLayer] = [LinearAttentionLayer() for _ in range(layers)]
+        self.cache_layers: list[Any] = [LinearAttentionLayer() for _ in range(layers)]
         for one in modules:
             self.cache_layers[one.layer] = LinearAttentionLayer(number_of_states=one.states_of_layer)
         self.committed: list[States] = [_tensors(one, (rows,), torch.zeros, device) for one in modules]
@@ -193,7 +193,7 @@ class RowStates:
         if most >= length:
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}
-        return max(n for n in known if n <= most)
+        return max((n for n in known if n <= most), default=0)
 
     def _path_lengths(self, row: int) -> range:
         """The lengths within the last commit at which the row can be cut."""
@@ -229,7 +229,7 @@ class RowStates:
         """The states of the row after its first `length` tokens."""
         if length in self.marks[row]:
             return self.marks[row][length]
-        assert self._path is not None and length in self._path_lengths(row), "no state is known at this length"
+        assert self._path is not None, "no state is known at this length"
         length_B, path_BP, _ = self._path
         node = path_BP[row, length - 1 - int(length_B[row])]
         return [{key: state[row, node] for key, state in states.items()} for states in self.nodes]

@@ -157,7 +157,11 @@ class Target:
             raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
 
     def _probe(self) -> tuple[Layout, int, bool]:
-        """Run the model on a few tokens, and find its state modules: (sizes that each layer caches, V, whether `head` reproduces the model's logits)."""
+        """Run the model on a few tokens, and find its state modules.
+
+        Returns:
+            (sizes that each layer caches, V, whether `head` reproduces the model's logits)
+        """
         states = ProbeCache(self.model) if self.family.has_states else None
         cache, ids = states or DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         if states is not None:

@@ -1,0 +1,251 @@
+"""Targets with recurrent or convolutional state: every family of them, every method, prompts in chunks, kept texts, and laws.
+
+Plain decoding is here the model's own: one token after another with transformers' cache. Some of these models (Zamba 2, Nemotron-H) give
+logits that differ by 1e-3 when they read many tokens at once, so full forwards would be another target. Prompts are read in one piece
+there, and here in chunks too.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import zoo
+from eyas import drafters
+from eyas.core.drafter import CycleInput
+from eyas.core.engine import Decoder, Request
+from eyas.core.recurrent import Level, tree_levels
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree
+from eyas.drafters import Drafter, DraftSession
+from eyas.errors import ModelError
+from reference import Oracle, plain_decode, run
+from test_lossless import DRAWN, SAMPLINGS, make
+
+NEW = 16
+GREEDY = Sampling()
+QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}  # convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
+FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.HYBRIDS]
+Answered = tuple[tuple[Request, tuple[int, ...]], ...]
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    return zoo.HYBRIDS[family]()
+
+
+@cache
+def target(family: str) -> Target:
+    return Target(model(family))
+
+
+def answer(family: str, request: Request) -> tuple[int, ...]:
+    return tuple(plain_decode(model(family), request, cached=True))
+
+
+@cache
+def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answered:
+    """Requests of different lengths, each with the new tokens of plain decoding."""
+    dice, lengths = random.Random(family), (5, 23, 40, 3, 17, 31, 1, 12)
+    made = [
+        Request(tuple(dice.randrange(zoo.VOCAB) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)]) for i in range(count)
+    ]
+    return tuple((request, answer(family, request)) for request in made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_an_oracle(family: str) -> None:
+    """Guards the states of nodes, their commits, and rows that join and leave: a state of another node or row changes some token. The
+    oracle's trees branch, and its long paths are accepted, so that rows commit different numbers of nodes."""
+    answered = requests(family, 5, SAMPLINGS)
+    answers = {request.prompt: list(tokens) for request, tokens in answered}
+    for nodes, depth, seed in ((12, 5, 0), (7, 6, 2)):
+        oracle = Oracle(target(family), answers, nodes, depth, seed)
+        for rows in (1, 3):
+            tokens, steps = run(Decoder(oracle.target, oracle, rows), [request for request, _ in answered])
+            assert [tuple(new) for new in tokens] == [new for _, new in answered]
+        cycles = [step for step in steps if not step.prefill]
+        assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), "paths must be accepted, or this test proves little"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_against_generate(family: str) -> None:
+    """Guards plain decoding itself."""
+    for request, expected in requests(family, 3, (GREEDY,)):
+        ids = torch.tensor([request.prompt])
+        limits = {"max_new_tokens": request.max_new_tokens, "eos_token_id": -1, "pad_token_id": 0}
+        theirs = model(family).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
+        assert tuple(theirs[0, len(request.prompt) :].tolist()) == expected
+
+
+METHODS = [
+    pytest.param(name, family, marks=[] if family == "lfm2" else pytest.mark.slow)
+    for family in ("lfm2", "qwen3_next")
+    for name in drafters.names()
+]
+
+
+@pytest.mark.parametrize(("name", "family"), METHODS)
+def test_every_method(name: str, family: str) -> None:
+    """Guards each method with rows of different ages, two at a time; where children are sampled, rows equal what they are alone."""
+    drafter, answered = method(name, family), requests(family, 4, SAMPLINGS)
+    alone = [run(Decoder(drafter.target, drafter), [request])[0][0] for request, _ in answered]
+    for (request, expected), got in zip(answered, alone, strict=True):
+        if request.sampling.greedy or name not in DRAWN:
+            assert tuple(got) == expected, f"{request.sampling}"
+    assert run(Decoder(drafter.target, drafter, 2), [request for request, _ in answered])[0] == alone
+
+
+def method(name: str, family: str) -> Drafter:
+    options = {"skip": "exit:2"} if name == "self_speculative" else {}  # which parts are attention cannot be told
+    return make(name, target(family), **options)
+
+
+class Knowing(Drafter):
+    """Drafts chains of 4 tokens from the only text it knows that goes on from a row's tokens."""
+
+    def __init__(self, target: Target, texts: list[tuple[int, ...]]) -> None:
+        super().__init__(target)
+        self.texts = texts
+
+    def open(self, rows: int) -> DraftSession:
+        return KnowingSession(self)
+
+
+class KnowingSession(DraftSession):
+    def __init__(self, drafter: Knowing) -> None:
+        self.drafter = drafter
+
+    def keep(self, row: int, length: int) -> int:
+        return length
+
+    def copy(self, source: int, row: int, length: int) -> int:
+        return length
+
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        chains = []
+        for said in cycle_input.row_tokens:
+            text = next((text for text in self.drafter.texts if said and text[: len(said)] == tuple(said)), ())
+            chains.append([said[-1] if said else 0, *(*text[len(said) :], 0, 0, 0, 0)[:4]])
+        return Draft(Tree.chain(len(chains), 5), torch.tensor(chains))
+
+
+def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
+    """New tokens, and how many prompt tokens were not read again."""
+    tokens, steps = run(decoder, [request])
+    return tuple(tokens[0]), next(step.cached_tokens for step in steps if step.prefill)
+
+
+KEPT = [pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next", "falcon_h1")]
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_chats_keep_their_state(family: str) -> None:
+    """A turn is read on from the end of the last answer, also where the accepted path went on behind its EOS; the ids are those of a new
+    decoder. Another prompt starts anew; one that shares only the first prompt starts at the first prompt's end."""
+    dice, known = random.Random(1), 0
+    prompt: tuple[int, ...] = (5, 6, 7, 8, 9, 10, 11)
+    texts: list[tuple[int, ...]] = []
+    decoder = Decoder(target(family), Knowing(target(family), texts), reuse=True)
+    for _ in range(3):
+        whole = answer(family, Request(prompt, 24))
+        texts.append(prompt + whole)
+        eos = next(token for at, token in enumerate(whole) if at >= 7 and token not in whole[:at])
+        expected = whole[: whole.index(eos) + 1]
+        new, cached = decoded(decoder, Request(prompt, 24, eos=frozenset([eos])))
+        assert new == expected
+        assert cached >= known - 1, "the last turn must not be read again"
+        known = len(prompt) + len(new)
+        prompt = (*prompt, *new, *(dice.randrange(zoo.VOCAB) for _ in range(4)))
+    other = Request((5, 6, 7, 90, 91), 6)
+    assert decoded(decoder, other) == (answer(family, other), 0)
+    longer = Request((*other.prompt, 92, 93), 6)
+    assert decoded(decoder, longer) == (answer(family, longer), len(other.prompt))
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_a_stream_that_is_closed_early(family: str) -> None:
+    """Its text can be read on from where it was closed, and the other row does not notice."""
+    first, second = Request((3, 4, 5, 6), 20), Request((30, 40, 50), 20)
+    texts = [request.prompt + answer(family, request) for request in (first, second)]
+    decoder = Decoder(target(family), Knowing(target(family), texts), 2, reuse=True)
+    tickets = [decoder.add(first), decoder.add(second)]
+    tokens: dict[int, list[int]] = {ticket: [] for ticket in tickets}
+    for _ in range(3):
+        for step in decoder.step():
+            tokens[step.request] += step.tokens
+    decoder.cancel(tickets[0])
+    said = tuple(tokens[tickets[0]])
+    assert 3 < len(said) < 20
+    on = Request((*first.prompt, *said, 77), 8)
+    ticket = decoder.add(on)
+    tokens[ticket], cached = [], 0
+    while not decoder.finished:
+        for step in decoder.step():
+            tokens[step.request] += step.tokens
+            cached = max(cached, step.cached_tokens)
+    assert cached == len(first.prompt) + len(said) - 1
+    assert tuple(tokens[ticket]) == answer(family, on)
+    assert tuple(tokens[tickets[1]]) == texts[1][len(second.prompt) :]
+
+
+@pytest.mark.parametrize("family", KEPT)
+@pytest.mark.parametrize("name", ["vanilla", "suffix", "eagle2", "small_model"])
+def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
+    """Requests come at random moments, share prefixes with texts that are kept or in flight, and are read in chunks of 7 tokens."""
+    drafter, dice = method(name, family), random.Random(2)
+    begin = tuple(dice.randrange(zoo.VOCAB) for _ in range(21))
+    prompts = [(*begin[: dice.choice([7, 14, 21])], *(dice.randrange(zoo.VOCAB) for _ in range(dice.randrange(1, 30)))) for _ in range(7)]
+    prompts[4] = (*prompts[0], *answer(family, Request(prompts[0], 9)), 3, 4)  # the second turn of the first chat
+    wanted = [Request(prompt, 9, SAMPLINGS[i % 2] if name != "small_model" else GREEDY) for i, prompt in enumerate(prompts)]
+    decoder = Decoder(target(family), drafter, 2, reuse=True, prefill_budget=7)
+    tickets, tokens = list[int](), dict[int, list[int]]()
+    while len(tickets) < len(wanted) or not decoder.finished:
+        if len(tickets) < len(wanted) and (decoder.finished or dice.random() < 0.3):
+            tickets.append(decoder.add(wanted[len(tickets)]))
+        for step in decoder.step():
+            tokens.setdefault(step.request, []).extend(step.tokens)
+    assert [tuple(tokens[ticket]) for ticket in tickets] == [answer(family, request) for request in wanted]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_n_answers_to_one_prompt(family: str) -> None:
+    """Rows that are filled at the same moment from the same prompt."""
+    wanted = [Request((9, 8, 7, 6, 5), 8, Sampling(1.0, seed=seed)) for seed in range(4)]
+    decoder = Decoder(target(family), method("suffix", family), 3, reuse=True)
+    assert [tuple(new) for new in run(decoder, wanted)[0]] == [answer(family, request) for request in wanted]
+
+
+def test_tree_levels() -> None:
+    """Parents come from the mask, in trees of different shapes side by side, and for nodes behind earlier ones."""
+    trees = Tree.build(torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 0]]), 3)
+    levels = tree_levels(trees.depth_BN, trees.mask_BNN)
+    every = [(r, n, p) for r, row in enumerate(trees.parents_BN.tolist()) for n, p in enumerate(row)]
+    assert sorted(triple for level in levels for triple in triples(level)) == every
+    assert [len(triples(level)) for level in levels] == [2, 4, 2, 2]
+    later = tree_levels(trees.depth_BN, trees.mask_BNN[:, 3:])
+    assert [triples(level) for level in later] == [[(1, 1, 0)], [(0, 0, 1)], [(0, 1, 3), (1, 0, 2)]]
+
+
+def triples(level: Level) -> list[tuple[int, int, int]]:
+    return list(zip(level.row_M.tolist(), level.node_M.tolist(), level.parent_M.tolist(), strict=True))
+
+
+def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
+    """Guards families that nobody has tried: such a model would be decoded wrongly without an error."""
+    broken = zoo.HYBRIDS["lfm2"]()
+    module = broken.model.layers[0].conv
+    forward = module.forward
+
+    def hasty(hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        output: torch.Tensor = forward(hidden_states, **kwargs)
+        return output * 1.5 if hidden_states.shape[1] == 1 else output
+
+    module.forward = hasty
+    with pytest.raises(ModelError, match="Lfm2ShortConv gives other outputs token by token"):
+        Target(broken)

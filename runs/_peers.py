@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import _peers_reference
+
 from eyas import tiny
 from eyas.checkpoints import ExportTarget, export, load
 from eyas.errors import InputError
@@ -227,8 +229,17 @@ def engines(workshop: Workshop) -> list[Engine]:
         generate("static cache, compiled", "compiled"),
         generate("prompt lookup", "lookup"),
     ]
-    made += _vllm(w, target, head) + _openvino(w) + _llama(w)
+    made += _vllm(w, target, head) + _openvino(w) + _llama(w) + _reference(w)
     return made
+
+
+def _reference(w: Workshop) -> list[Engine]:
+    def one(name: str, options: dict[str, Any]) -> Engine:
+        log = "reference-plain" if options["plain"] else "reference"
+        start = lambda: w.program(_peers_reference.PYTHON, "with_reference.py", log, **options)  # noqa: E731
+        return Engine(f"SafeAILab's code, {name}", "SafeAILab's code", start, passes=options["plain"])
+
+    return [one(name, options) for name, options in _peers_reference.ways(w).items()]
 
 
 def _vllm(w: Workshop, target: str, head: str) -> list[Engine]:

@@ -456,6 +456,9 @@ def host_costs() -> str:
     return text + table(heads, lines) + "\n" + source("datastore_cost")
 
 
+AUTO_OVER_OFF = "auto over off"
+
+
 def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]) -> str:
     """Servers by load: tokens per second, and milliseconds to the first token and between chunks, median; 99th percentile."""
 
@@ -466,8 +469,16 @@ def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]
         times = [f"{row['p50']:,.0f}; {row['p99']:,.0f}" if row else "none" for row in rows]
         return f"**{found['tokens_per_second']:,.0f}** ({times[0]} / {times[1]})"
 
-    servers = dict.fromkeys(name for by in loads.values() for name in by)
-    return table([title, *(names.get(load, load) for load in loads)], [[n, *(cells(by.get(n)) for by in loads.values())] for n in servers])
+    def share(by: Record, name: str) -> str:
+        found = by.get(AUTO_OVER_OFF, {}).get(name)
+        return cell(found) if found else ""
+
+    servers = dict.fromkeys(name for by in loads.values() for name in by if name != AUTO_OVER_OFF)
+    lines = [[name, *(cells(by.get(name)) for by in loads.values())] for name in servers]
+    for name, shown in (("tokens_per_second", "by the clock"), ("tokens_per_cpu_second", "by the server's processor time")):
+        line = [share(by, name) for by in loads.values()]
+        lines += [[f"{AUTO_OVER_OFF}, {shown}", *line]] if any(line) else []
+    return table([title, *(names.get(load, load) for load in loads)], lines)
 
 
 def servers() -> str:

@@ -37,12 +37,13 @@ from typing import Any
 
 import numpy as np
 import psutil
-from _common import Rows, bundled_prompts, machine, parser, run, write
+from _common import Rows, bundled_prompts, interval, machine, parser, run, write
 from rich.progress import track
 
 import eyas
 from eyas import tiny
 from eyas.errors import InputError
+from eyas.metrics import ratio, ratio_of_ratios
 
 CLIENT = Path(__file__).with_name("_serve_client.py")
 FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach
@@ -106,21 +107,22 @@ def served(command: str, model: Path, log: Path) -> Iterator[str]:
                 process.kill()
 
 
-def settle(children: Sequence[psutil.Process], seconds: float = 90) -> None:
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Seconds of processor time that these processes have used so far."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
     """Wait until no server computes: some go on with answers whose clients have left, which would slow the next one down."""
-
-    def used() -> float:
-        total = 0.0
-        for child in children:
-            with suppress(psutil.Error):
-                times = child.cpu_times()
-                total += times.user + times.system
-        return total
-
-    end, before = time.monotonic() + seconds, used()
+    end, before = time.monotonic() + seconds, cpu_seconds(servers)
     while time.monotonic() < end:
         time.sleep(IDLE_SECONDS)
-        if (now := used()) - before < IDLE_SHARE * IDLE_SECONDS:
+        if (now := cpu_seconds(servers)) - before < IDLE_SHARE * IDLE_SECONDS:
             return
         before = now
 
@@ -155,12 +157,16 @@ class Meter:
         long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
         seconds = self.args.warm + self.args.seconds
         whole = {"url": f"{url}/v1/completions", "bodies": bodies, "long": long, "seconds": seconds, **order}
-        settle(psutil.Process().children(recursive=True))
+        servers = psutil.Process().children(recursive=True)
+        settle(servers)
+        before = cpu_seconds(servers)
         done = subprocess.run([sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120)
         if done.returncode:
             raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads(done.stdout)
-        return {**self.figures(found["exchanges"], seconds), "unsent": found["unsent"]}
+        used, tokens = cpu_seconds(servers) - before, sum(self.tokens(one["text"]) for one in found["exchanges"])
+        cpu = {"server_cpu_seconds": round(used, 3), "tokens": tokens}
+        return {**self.figures(found["exchanges"], seconds), **cpu, "unsent": found["unsent"]}
 
     def tokens(self, text: str) -> int:
         """Tokens of a text."""
@@ -324,9 +330,29 @@ def summary(rows: Rows) -> dict[str, Any]:
     for row in rows.of("closed"):
         plain |= {prompt: text for prompt, text in row["texts"].items() if row["key"][2] == "eyas, drafts off"}
     return {
-        part: {load: {name: pooled(found, plain) for name, found in by.items()} for load, by in loads.items()}
+        part: {
+            load: {name: pooled(found, plain) for name, found in by.items()} | {"auto over off": auto_over_off(by)}
+            for load, by in loads.items()
+        }
         for part, loads in table.items()
     }
+
+
+def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
+    """Drafts auto over drafts off with 95 % intervals over the rounds: by the clock, and by the servers' processor time.
+
+    The clients share the machine's cores, and so do its neighbours; the servers' own time per token varies less from round to round.
+    """
+    auto, off = ({row["key"][3]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
+    both = [(auto[number], off[number]) for number in sorted(auto.keys() & off.keys())]
+    if len(both) < 2:
+        return {}
+    speed = [[row["tokens_per_second"] for row in column] for column in zip(*both, strict=True)]
+    found: Figures = {"tokens_per_second": interval(ratio, *speed)}
+    if all(row.get("tokens") and row["server_cpu_seconds"] for pair in both for row in pair):
+        columns = [[[row[name] for row in column] for name in ("tokens", "server_cpu_seconds")] for column in zip(*both, strict=True)]
+        found["tokens_per_cpu_second"] = interval(ratio_of_ratios, *columns[0], *columns[1])
+    return found
 
 
 def pooled(found: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Figures:

@@ -15,6 +15,7 @@ from eyas import kernels
 
 COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "tests"
 (COMPILED / "eyas" / "kernels" / "failure.json").unlink(missing_ok=True)  # there may be a compiler now
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # torch's code for AMX dies on some virtual machines
 os.environ["XDG_CACHE_HOME"] = str(COMPILED)  # while tests are collected: some of them ask for the kernels then
 CPU_SECONDS = 300  # of the test's own process; `timeout` in pyproject.toml ends a test that hangs
 

@@ -60,6 +60,8 @@ class SimulatedMachine:
     guesses, right: the share of cycles in which the fallback has a guess, and the chance of each of its tokens.
     moods: how much skill differs between stretches of 25 cycles, as between texts.
     waking: seconds for each token that the head missed while it was dormant, up to 512.
+    prompts: tokens of new prompts for each token that is decoded; they come in prompts of 64 tokens.
+    reading: seconds that the head takes for each token of a prompt, if it is not dormant.
     """
 
     costs: Costs = FLAT
@@ -70,6 +72,8 @@ class SimulatedMachine:
     right: Course = lambda t: 0.0
     moods: float = 0.0
     waking: float = 0.01
+    prompts: float = 0.0
+    reading: float = 0.0
     noise: float = 0.03
     seed: int = 0
     decisions: list[Decision] = field(default_factory=list)
@@ -79,6 +83,7 @@ class SimulatedMachine:
         self.rng = random.Random(self.seed)
         self.mood_rng = random.Random(self.seed + 1000)
         self.missed = 0
+        self.asked = 0.0  # tokens of the next prompt
         self.mood = 1.0
 
     def run(self, policy: Policy, cycles: int) -> SimulatedMachine:
@@ -94,8 +99,20 @@ class SimulatedMachine:
             tokens = sum(len(step.path) for step in steps)
             self.missed = 0 if decision.awake else min(512, self.missed + tokens)
             policy.observe(steps)
+            seconds += self._read_prompts(policy, tokens)
             self.per_cycle.append((tokens, seconds))
         return self
+
+    def _read_prompts(self, policy: Policy, tokens: int) -> float:
+        """Prompts that come while so many tokens are decoded: the head's seconds."""
+        self.asked += tokens * self.prompts
+        seconds = 0.0
+        while self.asked >= 64:
+            self.asked -= 64
+            dormant = policy.is_dormant(self.rows)
+            policy.observe_prompt(64, None if dormant else 64 * self.reading)
+            seconds += 0.0 if dormant else 64 * self.reading
+        return seconds
 
     def _seconds(self, decision: Decision, any_guess: bool) -> float:
         if decision.awake:

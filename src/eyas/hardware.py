@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,7 +13,10 @@ import torch
 
 from eyas import __version__
 
-__all__ = ["command_output", "cpu", "cpu_name", "versions"]
+__all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "multiplies_bfloat16", "versions"]
+
+BFLOAT16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction here; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 goes without it"
 
 
 def cpu() -> dict[str, str]:
@@ -39,6 +44,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             numbers[name] = "missing"
     return numbers | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 matrices on this CPU. On some virtual machines with AMX the process dies, so another one tries."""
+    try:
+        done = subprocess.run([sys.executable, "-c", BFLOAT16_PROBE], capture_output=True, timeout=120, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 def command_output(*command: str) -> str | None:

@@ -55,6 +55,17 @@ def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
     assert dear.share("draft", since=500) < 0.7 * cheap.share("draft", since=500)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
+    """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay where plain decoding is faster."""
+    per_token = MIDDLE.plain(rows) / rows
+    world = {"rows": rows, "prompts": 3.0, "waking": 0.0}
+    free, dear = (SimulatedMachine(MIDDLE, reading=share * per_token, **world).run(controller(MIDDLE), 3000) for share in (0.0, 0.4))
+    assert free.share("plain", since=500) < 0.2
+    assert dear.share("plain", since=500) > 0.9
+    assert dear.speedup(500) > 0.98
+
+
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
 def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
     """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head is never tried again."""

@@ -66,6 +66,7 @@ class Arm:
     drift: float  # growth of `variance` in every cycle, as a share of `break_even` squared
     block: int = 4  # cycles until another arm may be chosen
     prior_seconds: float | None = None  # of a cycle, until one is measured
+    other_seconds: float = 0.0  # for each cycle of this arm, beside the cycle itself
     break_even: float = 1.0  # tokens that make this arm as fast as the best one; at least 1
     kinds: dict[Hashable, float] = field(default_factory=dict)  # decayed counts of the cycles' kinds
     least_noise: float = field(init=False)
@@ -134,9 +135,11 @@ class Bandit:
         self._left = self.arms[self.playing].block
 
     def seconds(self, name: str) -> float | None:
-        """Expected seconds of an arm's cycle, a baseline cycle's where nothing else is known."""
+        """Expected seconds that a cycle of an arm costs; those of a baseline cycle where nothing else is known."""
         seconds = self.arms[name].seconds(self.medians)
-        return self.arms[self.baseline].seconds(self.medians) if seconds is None else seconds
+        if seconds is None:
+            seconds = self.arms[self.baseline].seconds(self.medians)
+        return None if seconds is None else seconds + self.arms[name].other_seconds
 
     def rate(self, name: str) -> float:
         """Expected tokens a second and row."""
@@ -163,7 +166,7 @@ class Bandit:
         baseline = self.arms[self.baseline].seconds(self.medians)
         if baseline is None:
             return
-        tokens = min(seconds, HELD_UP * baseline) * self.rate(self.best)
+        tokens = (min(seconds, HELD_UP * baseline) + self.arms[name].other_seconds) * self.rate(self.best)
         for each in self.arms.values():
             each.debt -= BUDGET * tokens
         arm = self.arms[name]

@@ -45,6 +45,10 @@ EXPLORE = 0.01  # the share of the time that larger trees may take beyond that o
 SETTLE = 8  # drafted cycles before the first larger tree
 WORTH = 1.01  # a planned tree must promise so much more than the current one to replace it
 LEARN_EVERY, PLAN_EVERY = 32, 64  # drafted cycles, at most, between two trees that are learnt from, and two plans
+EMITTED_MEMORY = 2048.0  # decoded tokens over which prompts and answers are averaged
+EMITTED_BEFORE = 512.0  # decoded tokens that are assumed before the first one, so that the first prompt does not count alone
+LEAST_READ = 8  # tokens of a prompt that are timed; fewer take long for their number
+RECENT = 0.2  # weight of the newest prompt's time in the moving average
 FALLBACK_METHOD = "suffix"
 FALLBACK_OPTIONS_CPU = {"suffix.nodes": 4}  # nodes cost time there, so a trial must not take many
 
@@ -67,6 +71,35 @@ class BatchState:
     @property
     def plan_interval(self) -> int:
         return min(PLAN_EVERY, max(16, 2 * self.learn_interval))
+
+
+class PromptReading:
+    """Seconds that a method needs to read prompts, for each token that is decoded. Only drafting needs them.
+
+    Where answers are short and many rows run, this is a large part of what drafts cost, and no cycle shows it.
+    """
+
+    def __init__(self) -> None:
+        self._prompt_tokens, self._emitted = 0.0, EMITTED_BEFORE  # decaying sums
+        self._seconds_per_prompt_token = 0.0  # moving average; 0: nothing was read yet
+
+    def add_prompt(self, tokens: int, seconds: float | None) -> None:
+        """A prompt of so many tokens came; seconds: that it took to read them, None if they were not read."""
+        self._prompt_tokens += tokens
+        if seconds is not None and tokens >= LEAST_READ:
+            each, before = seconds / tokens, self._seconds_per_prompt_token
+            self._seconds_per_prompt_token = before + RECENT * (each - before) if before else each
+
+    def add_emitted(self, tokens: float) -> None:
+        """So many tokens were decoded."""
+        keep = max(0.0, 1 - tokens / EMITTED_MEMORY)
+        self._prompt_tokens *= keep
+        self._emitted = self._emitted * keep + tokens
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of reading prompts for each decoded token."""
+        return self._prompt_tokens / self._emitted * self._seconds_per_prompt_token
 
 
 class AdaptiveController:
@@ -95,6 +128,7 @@ class AdaptiveController:
         self._seconds: dict[int, Array] = {}
         self._states: dict[int, BatchState] = {}
         self._limits: tuple[int | None, ...] = ()  # of the current cycle's rows: `CycleInput.draft_limits`
+        self._prompts = PromptReading()
 
     def decide(self, cycle_input: CycleInput) -> Decision:
         """The decision about the cycle that begins with this input."""
@@ -119,6 +153,7 @@ class AdaptiveController:
             return
         state = self._state(rows)
         tokens = sum(len(s.path) for s in steps) / rows  # the root stands for the bonus token
+        self._prompts.add_emitted(tokens * rows)
         nodes = 1 if step.draft is None else step.draft.tree.nodes
         if decision.why == EXPLORE_TREE:
             self._explored(state, step, rows)
@@ -130,6 +165,10 @@ class AdaptiveController:
         if state.bandit.may_choose:
             self._choose(state, rows)
 
+    def observe_prompt(self, tokens: int, seconds: float | None) -> None:
+        """Learn from a prompt that is read for drafts, or would be."""
+        self._prompts.add_prompt(tokens, seconds)
+
     def is_dormant(self, rows: int) -> bool:
         """Whether the next cycle of so many rows goes without the method, as far as is known: then a new prompt may wait."""
         state = self._states.get(rows.bit_length())
@@ -137,6 +176,8 @@ class AdaptiveController:
 
     def _choose(self, state: BatchState, rows: int) -> None:
         before = state.bandit.playing
+        drafting = state.bandit.arms[DRAFT]
+        drafting.other_seconds = self._prompts.seconds_per_token * drafting.mean * rows
         state.bandit.choose()
         if state.bandit.playing == DRAFT != before:
             state.drafted, state.explore_debt = 0, 0.0

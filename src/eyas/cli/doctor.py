@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 def command(*, as_json: AS_JSON = False) -> int:
     """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
     machine, fast_paths = _machine(), _fast_paths()
-    findings = [*_requirements(), *_embedded()]
+    findings = [*_requirements(), *_bfloat16(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
     if as_json:
         checks = [finding._asdict() for finding in findings]
@@ -131,6 +131,13 @@ def _requirements() -> list[Finding]:
         if not need.specifier.contains(installed, prereleases=True):
             faults.append(Finding("packages", False, f"{need.name} {installed} is not {need.specifier}; {repair}"))
     return faults or [Finding("packages", True, "every package is there and new enough")]
+
+
+def _bfloat16() -> list[Finding]:
+    """A remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
+    from eyas.hardware import BFLOAT16_CURE, multiplies_bfloat16
+
+    return [] if multiplies_bfloat16() else [Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")]
 
 
 # --- the embedded model -------------------------------------------------------------------------

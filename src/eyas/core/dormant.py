@@ -77,6 +77,14 @@ class Policy(Protocol):
         """Called with the Steps of the cycle that was decided about, one for each active row."""
         ...
 
+    def observe_prompt(self, tokens: int, seconds: float | None) -> None:
+        """Called for prompts that the method reads only because it drafts.
+
+        Args:
+            tokens: of the prompt, or of a chunk of it.
+            seconds: that the method took to read them; None: they are stored, as it is dormant.
+        """
+
     def is_dormant(self, rows: int) -> bool:
         """Whether the method is expected not to draft the next cycle of `rows` rows: then the prompt of a new row may be stored."""
         return False
@@ -184,6 +192,10 @@ class DormantSession(DraftSession):
         asked, self.asked, self.decision, self.decided = self.asked, None, None, False
         if learn and asked is not None and self.policy is not None:
             self.policy.observe([step if step.decision is asked else replace(step, decision=asked) for step in steps])
+
+    def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
+        if self.policy is not None and not self.all_off and not self.long_prompt[row]:
+            self.policy.observe_prompt(tokens, seconds if self.missed[row] is None else None)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """As the method's session; it reads what it has missed here, because a recorded cycle cannot."""

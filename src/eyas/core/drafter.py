@@ -134,6 +134,9 @@ class DraftSession(ABC):
     def observe(self, steps: Sequence[Step]) -> None:
         """Called after every cycle with its Steps, one for each active row: for adaptive drafters."""
 
+    def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
+        """Called after every chunk of a prompt: so many tokens, for which `prefill` took so many seconds. For adaptive drafters."""
+
     def end(self, row: int) -> None:
         """The request in the row has ended; the row is empty."""
 

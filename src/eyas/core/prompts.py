@@ -186,10 +186,12 @@ class PromptReader:
     def _read(self, prompt: Prompt, count: int) -> Tensor:
         """Target and drafter read the next tokens; the logits [V] of the last one."""
         assert prompt.timer is not None
-        row, tokens = prompt.row, prompt.request.prompt[prompt.read : prompt.read + count]
+        row, tokens, timer = prompt.row, prompt.request.prompt[prompt.read : prompt.read + count], prompt.timer
 
         def on_chunk(tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+            began = timer.now()
             self.drafter.prefill(row, tokens_T, features_TF, position)
+            self.drafter.observe_prompt(row, len(tokens_T), timer.now() - began)
 
         before = prompt.timer.parts.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):

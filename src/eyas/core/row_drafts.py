@@ -167,6 +167,9 @@ class RowDrafts(DraftSession):
     def observe(self, steps: Sequence[Step]) -> None:
         self.session.observe(steps, learn=not self._guessed)
 
+    def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
+        self.session.observe_prompt(row, tokens, seconds)
+
     def count_predicted(self, steps: list[Step]) -> list[Step]:
         """The Steps of the current cycle, with the accepted tokens that came from predictions counted."""
         return [replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps]

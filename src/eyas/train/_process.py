@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from eyas.hardware import multiplies_bfloat16
+
 __all__ = ["InterruptHandler", "flushed_denormals", "frozen", "has_bf16"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -77,10 +79,11 @@ def flushed_denormals() -> Iterator[None]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16. A CPU without them is about four times
-    slower in bfloat16 than in float32.
+    """Whether the device has instructions for bfloat16, and torch can use them. A CPU without them
+    is about four times slower in bfloat16 than in float32.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return device.type == "cpu" and any(check is not None and bool(check()) for check in checks)
+    announced = device.type == "cpu" and any(check is not None and bool(check()) for check in checks)
+    return announced and multiplies_bfloat16()

@@ -148,7 +148,7 @@ class Trainer:
         if saved is not None:
             self.reporter.note(f"resumed at step {self.state.step} of {setup.total_steps}")
         if setup.config.precision == "bf16" and not setup.use_bf16:
-            self.reporter.note(f"this {setup.device.type} has no bfloat16 instructions: training in float32")
+            self.reporter.note(f"this {setup.device.type} has no bfloat16 instructions that torch can use: training in float32")
 
     @property
     def is_finished(self) -> bool:

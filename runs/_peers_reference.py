@@ -1,0 +1,64 @@
+"""SafeAILab's own code among the engines of runs/peers.py, and the model and head in the form that it reads.
+
+Without a copy of their repository (REFERENCE=FOLDER) it is their package eagle-llm 1.2.1: EAGLE-1 with its static tree of 26 nodes, so it
+gets the embedded model's EAGLE-1 head. A copy of the repository is EAGLE-3 and gets the same head as all others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from eyas import tiny
+from eyas.checkpoints import ExportTarget, export, load
+
+if TYPE_CHECKING:
+    from _peers import Workshop
+
+TREE = (8, 4, 2)  # nodes, depth, branch: the best of those that were tried
+PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"
+
+
+def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
+    """Options of with_reference.py by the name that is shown; none where the environment is not installed."""
+    if not PYTHON.exists():
+        workshop.left_out["SafeAILab's code"] = "not installed: make interop"
+        return {}
+    folder = os.environ.get("REFERENCE", "")
+    method = "eagle3" if folder else "eagle1"
+    target = target_form(workshop)
+    common = {"reference": folder, "target": target, "head": head_form(workshop, method, target), "tree": TREE}
+    shown = f"EAGLE-3, {'/'.join(map(str, TREE))}" if folder else "EAGLE-1, static tree"
+    return {"plain": {**common, "plain": True}, shown: {**common, "plain": False}}
+
+
+def target_form(workshop: Workshop) -> Path:
+    """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the other settings."""
+    place = workshop.folder / "reference-target"
+    if not (place / "model.safetensors.index.json").exists():
+        tiny.model().save_pretrained(place, max_shard_size="20MB")
+        tiny.tokenizer().save_pretrained(place)
+        config = json.loads((place / "config.json").read_text())
+        config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+        (place / "config.json").write_text(json.dumps(config))
+        settings = json.loads((place / "tokenizer_config.json").read_text())
+        kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
+        (place / "tokenizer_config.json").write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return place
+
+
+def head_form(workshop: Workshop, method: str, target: Path) -> Path:
+    """The head in its authors' format. Their EAGLE-1 reads the embedding from the head's own file, which is a pickle."""
+    place = workshop.folder / f"reference-{method}"
+    if not place.exists():
+        export(load(tiny.HEADS[method]), "safeailab", place, ExportTarget(str(target)))
+        tensors = {name: tensor.float() for name, tensor in load_file(place / "model.safetensors").items()}
+        if method == "eagle1":
+            tensors.setdefault("embed_tokens.weight", tiny.model().get_input_embeddings().weight.detach().float().clone())
+        torch.save(tensors, place / "pytorch_model.bin")
+    return place

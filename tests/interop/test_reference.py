@@ -1,0 +1,33 @@
+"""SafeAILab's own EAGLE-1 code (their package eagle-llm) runs our EAGLE-1 head: equal texts, and drafts that are accepted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from interop_engines import ours, python_of
+
+sys.path.append(str(Path(__file__).parents[2] / "runs"))
+import _peers_reference
+from _peers import DRAFTS, Workshop, mean_length
+
+pytestmark = pytest.mark.slow
+LIMIT = 48
+PROMPTS = 6
+
+
+def test_reference(prompts: list[list[int]], tmp_path: Path) -> None:
+    """Guards against an export that their code computes otherwise than eyas, and an adapter that measures something else."""
+    python = python_of(".venv-reference")
+    expected, _ = ours(prompts[:PROMPTS], "eagle3", DRAFTS, LIMIT)
+    workshop = Workshop(tmp_path, 1, None, None)
+    for name, options in _peers_reference.ways(workshop).items():
+        with workshop.program(python, "with_reference.py", "reference", **options) as ask:
+            found = [ask("answer", ids=ids, max_tokens=LIMIT)["ids"] for ids in prompts[:PROMPTS]]
+            length = mean_length(ask("counts"))
+        print(f"SafeAILab's code, {name}: mean length {length}")
+        assert found == expected
+        assert (length is None) == options["plain"]
+        assert length is None or length > 2

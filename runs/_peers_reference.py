@@ -38,7 +38,7 @@ def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
 
 
 def target_form(workshop: Workshop) -> Path:
-    """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the other settings."""
+    """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the other settings, merges as strings."""
     place = workshop.folder / "reference-target"
     if not (place / "model.safetensors.index.json").exists():
         tiny.model().save_pretrained(place, max_shard_size="20MB")
@@ -49,6 +49,9 @@ def target_form(workshop: Workshop) -> Path:
         settings = json.loads((place / "tokenizer_config.json").read_text())
         kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
         (place / "tokenizer_config.json").write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        tokenizer = json.loads((place / "tokenizer.json").read_text())
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]  # as tokenizers wrote them before 0.20
+        (place / "tokenizer.json").write_text(json.dumps(tokenizer))
     return place
 
 

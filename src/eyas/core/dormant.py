@@ -84,6 +84,7 @@ class Policy(Protocol):
             tokens: of the prompt, or of a chunk of it.
             seconds: that the method took to read them; None: they are stored, as it is dormant.
         """
+        return
 
     def is_dormant(self, rows: int) -> bool:
         """Whether the method is expected not to draft the next cycle of `rows` rows: then the prompt of a new row may be stored."""

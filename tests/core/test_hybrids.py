@@ -18,7 +18,7 @@ import zoo
 from eyas import drafters
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
-from eyas.core.recurrent import Level, tree_levels
+from eyas.core.levels import Level, tree_levels
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree

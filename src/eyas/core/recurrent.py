@@ -24,51 +24,21 @@ Letters: B rows, R rows of a forward, T uncommitted nodes, Q new nodes among the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from eyas.core.state_modules import StateModule, States, load_states, on_tokens, stored_states
+from eyas.core.levels import Level, replaced_forward, run_levels, tree_levels
+from eyas.core.state_modules import StateModule, States, load_states, stored_states
 
-__all__ = ["Level", "RowStates", "tree_levels"]
+__all__ = ["RowStates"]
+
+Forward = Callable[..., Any]
 
 MARKS = 2  # copies of the state that each row keeps at most: a prompt's end among them
-
-
-@dataclass(frozen=True)
-class Level:
-    """The new nodes of one depth, in all rows of a forward."""
-
-    row_M: Tensor  # int64; row of the forward
-    node_M: Tensor  # int64; number among the Q new nodes
-    parent_M: Tensor  # int64; number among all T nodes; -1: the committed state
-
-    @property
-    def committed(self) -> bool:
-        """Whether the nodes start from the committed states."""
-        return bool((self.parent_M < 0).any())
-
-
-def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
-    """The new nodes by depth, parents before children. The parent of a node is the deepest node that it attends to, beside itself."""
-    _, Q, T = visible_RQT.shape
-    own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
-    ancestor_RQT = visible_RQT & ~own_QT
-    deepest_RQ, parent_RQ = torch.where(ancestor_RQT, depth_RT[:, None], -1).max(-1)
-    parent_RQ = torch.where(deepest_RQ < 0, -1, parent_RQ)
-    new_RQ = depth_RT[:, T - Q :]
-    levels = []
-    for depth in sorted(set(new_RQ.flatten().tolist())):
-        row_M, node_M = (new_RQ == depth).nonzero(as_tuple=True)
-        levels.append(Level(row_M, node_M, parent_RQ[row_M, node_M]))
-    return levels
-
-
-# --- the states of a session's rows --------------------------------------------------------------------------------------------------
 
 
 class RowStates:
@@ -112,38 +82,41 @@ class RowStates:
         R, Q, T = visible_RQT.shape
         levels, row_R = tree_levels(depth_RT, visible_RQT), torch.tensor(list(rows), device=self.device)
         self._grow(T, first=T == Q)
-        before = [vars(one.module).get("forward") for one in self.modules]  # accelerate puts a forward of its own there
-        try:
+        everything = list(rows) == list(range(self.rows))
+        with ExitStack() as stack:
             for number, one in enumerate(self.modules):
-                vars(one.module)["forward"] = self._level_by_level(number, one.module.forward, levels, row_R, (R, Q), T - Q)
+                forward = self._level_by_level(number, one.module.forward, levels, None if everything else row_R, (R, Q), T - Q)
+                stack.enter_context(replaced_forward(one.module, forward))
             yield
-        finally:
-            for one, forward in zip(self.modules, before, strict=True):
-                del vars(one.module)["forward"]
-                if forward is not None:
-                    vars(one.module)["forward"] = forward
 
     def _level_by_level(
-        self, number: int, forward: Callable[..., Any], levels: Sequence[Level], row_R: Tensor, shape: tuple[int, int], earlier: int
-    ) -> Callable[..., Any]:
-        """A forward that runs a state module's own, `forward`, once for each level. `earlier`: nodes before the new ones."""
+        self, number: int, forward: Forward, levels: Sequence[Level], row_R: Tensor | None, shape: tuple[int, int], earlier: int
+    ) -> Forward:
+        """A forward that runs a state module's own, `forward`, once for each level.
+
+        Args:
+            row_R: the rows of the forward; None: all rows.
+            earlier: number of nodes before the new ones.
+        """
         one, committed, nodes = self.modules[number], self.committed[number], self.nodes[number]
-        order_M = torch.cat([level.row_M * shape[1] + level.node_M for level in levels]).argsort()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outputs = []
-            for level in levels:
-                row_M = row_R[level.row_M]
-                if level.committed:
-                    self._load(one, {key: state[row_M] for key, state in committed.items()})
+        def load(level: Level) -> None:
+            if level.follows:
+                return  # the module has left the parents' states where it reads them
+            row_M = level.row_M if row_R is None else row_R[level.row_M]
+            if level.committed:
+                self._load(one, {key: state[row_M] for key, state in committed.items()})
+            else:
+                self._load(one, {key: state[row_M, level.parent_M] for key, state in nodes.items()})
+
+        def store(level: Level) -> None:
+            for key, state in self._stored(one).items():
+                if row_R is None and level.column is not None:
+                    nodes[key][:, earlier + level.column] = state  # the same, faster
                 else:
-                    self._load(one, {key: state[row_M, level.parent_M] for key, state in nodes.items()})
-                outputs.append(forward(*_nodes_of(args, level, shape), **_nodes_of(kwargs, level, shape)))
-                for key, state in self._stored(one).items():
-                    nodes[key][row_M, earlier + level.node_M] = state
-            return _joined(outputs, order_M, shape)
+                    nodes[key][level.row_M if row_R is None else row_R[level.row_M], earlier + level.node_M] = state
 
-        return run
+        return lambda *args, **kwargs: run_levels(one, forward, levels, shape, (args, kwargs), load, store)
 
     def _grow(self, count: int, first: bool) -> None:
         """Make room for the states of that many nodes per row; those of earlier nodes stay unless these are the first."""
@@ -260,21 +233,3 @@ class RowStates:
 
 def _tensors(one: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor], device: torch.device) -> States:
     return {key: make(*sizes, *shape, dtype=dtype, device=device) for key, (shape, dtype) in one.shapes.items()}
-
-
-def _nodes_of(value: Any, level: Level, shape: tuple[int, int]) -> Any:
-    """The part of a module's arguments that belongs to the nodes of a level: tensors [R, Q, ...] become [M, 1, ...]."""
-
-    def nodes(tensor: Tensor) -> Tensor:
-        return tensor.expand(shape[0], *tensor.shape[1:])[level.row_M, level.node_M][:, None]
-
-    return on_tokens(value, nodes, shape[1])
-
-
-def _joined(outputs: Sequence[Any], order_M: Tensor, shape: tuple[int, int]) -> Any:
-    """The outputs [M, 1, ...] of all levels as one of [R, Q, ...]."""
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(list(outputs))[order_M].reshape(*shape, *outputs[0].shape[2:])
-    if isinstance(outputs[0], tuple | list):
-        return type(outputs[0])(_joined([output[i] for output in outputs], order_M, shape) for i in range(len(outputs[0])))
-    return outputs[0]

@@ -42,6 +42,9 @@ class StateModule:
         shapes: shape, without the rows, and dtype of each state.
         states_of_layer: number of states of each kind that the whole layer has.
         continues: whether it can read several tokens at once from a state; else one by one.
+        input: where its input is among its arguments.
+        first: linear layers that read its input and nothing else.
+        last: the linear layer whose output is its output; None: there is none.
     """
 
     module: nn.Module
@@ -49,6 +52,21 @@ class StateModule:
     shapes: Shapes
     states_of_layer: int
     continues: bool
+    input: Place
+    first: tuple[nn.Linear, ...]
+    last: nn.Linear | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The argument of a module that holds its input, the hidden states of the tokens: a number, or a name."""
+
+    argument: int | str
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The input among these arguments."""
+        tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,12 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
+
+    @property
+    def input(self) -> Place:
+        """The first tensor among the arguments."""
+        places = [*enumerate(self.args), *self.kwargs.items()]
+        return Place(next(place for place, value in places if isinstance(value, Tensor)))
 
 
 def load_states(layer: Any, shapes: Shapes, states: States | None) -> None:
@@ -145,8 +169,32 @@ class ProbeCache(Cache):
                 raise ModelError(f"the model cannot be served: a {name} gives other outputs token by token than for all tokens at once")
             half = PROBE_TOKENS // 2
             continues = self._gives_the_same(module, layer, [half, PROBE_TOKENS - half])
-            found.append(StateModule(module, layer, shapes, self.states_of_layer, continues))
+            first, last = self._projections(module, layer)
+            place = self._calls[module].input
+            found.append(StateModule(module, layer, shapes, self.states_of_layer, continues, place, first, last))
         return tuple(found)
+
+    def _projections(self, module: nn.Module, layer: int) -> tuple[tuple[nn.Linear, ...], nn.Linear | None]:
+        """(linear layers that read the module's input and nothing else, the one whose output is the module's output)."""
+        call, ran = self._calls[module], list[tuple[nn.Linear, Tensor, Tensor, Tensor]]()
+
+        def note(linear: Any, args: tuple[Any, ...], output: Tensor) -> None:
+            ran.append((linear, args[0], output, output.clone()))
+
+        # accelerate puts a forward of its own on a layer whose weights it moves
+        linears = [one for one in module.modules() if isinstance(one, nn.Linear) and "forward" not in vars(one)]
+        hooks = [linear.register_forward_hook(note) for linear in linears]
+        try:
+            self.layers[layer] = self._layer()
+            made = module(*call.args, **call.kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        once = [one for one in ran if sum(one[0] is other[0] for other in ran) == 1]
+        begin = call.input.of(call.args, call.kwargs)
+        first = tuple(linear for linear, read, _, _ in once if read is begin)
+        last = next((linear for linear, _, output, was in once if output is made and torch.equal(output, was)), None)
+        return first, None if last in first else last
 
     def _gives_the_same(self, module: nn.Module, layer: int, pieces: list[int]) -> bool:
         """Whether the module gives the outputs of its call again if it reads the tokens in pieces, from the beginning."""

@@ -1,0 +1,172 @@
+"""State modules read the nodes of trees level by level, each level as a batch of rows of one token.
+
+`tree_levels` sorts nodes by depth; `run_levels` runs one module over them. Linear layers act on each token alone. So those that read
+the module's input (the input projections) run once for all nodes before the levels, and the one that makes its output (the output
+projection) once behind them: their weights, most of what such a module has, are read once instead of once per level.
+
+This module knows no cache and no rows: whoever calls `run_levels` puts the states of a level's parents where the module reads them.
+Letters: R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.core.state_modules import StateModule, on_tokens
+
+__all__ = ["Level", "replaced_forward", "run_levels", "tree_levels"]
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Level:
+    """The new nodes of one depth, in all rows of a forward."""
+
+    row_M: Tensor  # int64; row of the forward
+    node_M: Tensor  # int64; number among the Q new nodes
+    parent_M: Tensor  # int64; number among all T nodes; -1: the committed state
+    committed: bool  # the nodes start from the committed states
+    column: int | None  # the number of the node if it is the same in each of the R rows, which come in order; else None
+    follows: bool  # the nodes' parents are the nodes of the level before, in its order
+
+    def of(self, value: Any, shape: tuple[int, int]) -> Any:
+        """The part of a module's arguments that belongs to these nodes: tensors [R, Q, ...] become [M, 1, ...]."""
+
+        def nodes(tensor: Tensor) -> Tensor:
+            every = tensor.expand(shape[0], *tensor.shape[1:])
+            if self.column is not None:
+                return every[:, self.column : self.column + 1]
+            return every[self.row_M, self.node_M][:, None]
+
+        return on_tokens(value, nodes, shape[1])
+
+
+def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
+    """The new nodes by depth, parents before children. The parent of a node is the deepest node that it attends to, beside itself."""
+    R, Q, T = visible_RQT.shape
+    own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
+    ancestor_RQT = visible_RQT & ~own_QT
+    deepest_RQ, parent_RQ = torch.where(ancestor_RQT, depth_RT[:, None], -1).max(-1)
+    parent_RQ = torch.where(deepest_RQ < 0, -1, parent_RQ)
+    new_RQ = depth_RT[:, T - Q :]
+    levels, before = [], list[tuple[int, int]]()
+    for depth in sorted(set(new_RQ.flatten().tolist())):
+        row_M, node_M = (new_RQ == depth).nonzero(as_tuple=True)
+        parent_M = parent_RQ[row_M, node_M]
+        rows, nodes, parents = row_M.tolist(), node_M.tolist(), parent_M.tolist()
+        column = nodes[0] if rows == list(range(R)) and len(set(nodes)) == 1 else None
+        follows = list(zip(rows, parents, strict=True)) == before
+        levels.append(Level(row_M, node_M, parent_M, min(parents) < 0, column, follows))
+        before = [(row, T - Q + node) for row, node in zip(rows, nodes, strict=True)]
+    return levels
+
+
+def run_levels(
+    one: StateModule,
+    forward: Forward,
+    levels: Sequence[Level],
+    shape: tuple[int, int],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    load: Callable[[Level], None],
+    store: Callable[[Level], None],
+) -> Any:
+    """The output [R, Q, ...] of a state module for all nodes.
+
+    Args:
+        forward: the module's own forward.
+        shape: (R, Q).
+        arguments: of the call, for all nodes.
+        load, store: called before and after each level.
+    """
+    args, kwargs = arguments
+    outputs = []
+    with _Projections(one, args, kwargs) if len(levels) > 1 else _Projections() as projections:
+        for level in levels:
+            load(level)
+            level_args, level_kwargs = level.of(args, shape), level.of(kwargs, shape)
+            projections.enter(level, shape, level_args, level_kwargs)
+            outputs.append(projections.output(forward(*level_args, **level_kwargs)))
+            store(level)
+    return projections.finish(_joined(outputs, levels, shape))
+
+
+class _Projections:
+    """The linear layers at the beginning and at the end of a state module, while it reads levels. Without a module: none."""
+
+    def __init__(self, one: StateModule | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        self._one = one
+        self._whole = {} if one is None else {linear: linear(one.input.of(args, kwargs or {})) for linear in one.first}
+        self._part: dict[Any, Tensor] = {}  # the outputs of the first layers for the present level
+        self._input: Tensor | None = None  # of the module, at the present level
+        self._waiting: Tensor | None = None  # input of the last layer, at the present level
+        self._undo: list[Any] = []
+
+    def __enter__(self) -> _Projections:
+        for linear in self._whole:
+            self._undo.append(replaced_forward(linear, self._first(linear, linear.forward)))
+        if self._one is not None and self._one.last is not None:
+            self._undo.append(replaced_forward(self._one.last, self._last(self._one.last)))
+        for undo in self._undo:
+            undo.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for undo in self._undo:
+            undo.__exit__(None, None, None)
+
+    def _first(self, linear: Any, forward: Forward) -> Forward:
+        return lambda value: self._part[linear] if value is self._input else forward(value)
+
+    def _last(self, linear: Any) -> Forward:
+        def wait(value: Tensor) -> Tensor:
+            self._waiting = value
+            return value.new_empty(*value.shape[:-1], linear.out_features)
+
+        return wait
+
+    def enter(self, level: Level, shape: tuple[int, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The next call of the module is for this level, with these arguments."""
+        self._part = {linear: level.of(output, shape) for linear, output in self._whole.items()}
+        self._input = None if self._one is None else self._one.input.of(args, kwargs)
+
+    def output(self, output: Any) -> Any:
+        """What to collect of a call that has given `output`: the input of the last layer, if that has still to run."""
+        waiting, self._waiting = self._waiting, None
+        return output if waiting is None else waiting
+
+    def finish(self, joined: Any) -> Any:
+        """The output of the module from what was collected."""
+        return joined if self._one is None or self._one.last is None else self._one.last(joined)
+
+
+@contextmanager
+def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
+    """Within this context calls of the module run `forward`. Its class is not touched, nor a forward of its own (accelerate's) lost."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if before is not None:
+            vars(module)["forward"] = before
+
+
+def _joined(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:
+    """The outputs [M, 1, ...] of all levels as one of [R, Q, ...]."""
+    if isinstance(outputs[0], tuple | list):
+        parts = ([output[i] for output in outputs] for i in range(len(outputs[0])))
+        return type(outputs[0])(_joined(part, levels, shape) for part in parts)
+    if not isinstance(outputs[0], Tensor):
+        return outputs[0]
+    if [level.column for level in levels] == list(range(shape[1])):
+        return torch.cat(list(outputs), 1)
+    order_M = torch.cat([level.row_M * shape[1] + level.node_M for level in levels]).argsort()
+    return torch.cat(list(outputs))[order_M].reshape(*shape, *outputs[0].shape[2:])

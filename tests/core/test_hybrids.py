@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import eyas
 import zoo
 from eyas import drafters
 from eyas.core.drafter import CycleInput
@@ -249,3 +250,38 @@ def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
     module.forward = hasty
     with pytest.raises(ModelError, match="Lfm2ShortConv gives other outputs token by token"):
         Target(broken)
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "last"), [("lfm2", 1, True), ("qwen3_next", 2, True), ("falcon_h1", 0, True), ("zaya", 3, False)]
+)
+def test_projections_run_once_for_all_levels(family: str, first: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cost: the weights of a state module's projections are read once per pass, not once per level. Falcon-H1 scales its input
+    first, so its input projection is none of them."""
+    one = target(family).state_modules[0]
+    assert (len(one.first), one.last is not None) == (first, last)
+    session, sizes = target(family).open(1), list[tuple[int, ...]]()
+    session.prefill(0, [5, 6, 7])
+    weights = {linear.weight.data_ptr() for linear in (*one.first, one.last) if linear is not None}
+    multiply = torch.nn.functional.linear
+
+    def noted(value: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+        if weight.data_ptr() in weights:
+            sizes.append(tuple(value.shape[:2]))
+        return multiply(value, weight, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    session.forward(torch.tensor([[8, 9, 10, 11]]), Tree.chain(1, 4))
+    assert sizes == [(1, 4)] * (first + last)
+
+
+def test_attached_to_generate() -> None:
+    """`model.generate` of a hybrid, of several padded rows, with drafts: transformers' own ids."""
+    hybrid = zoo.HYBRIDS["lfm2"]()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]])
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    expected = hybrid.generate(ids, attention_mask=mask, **asked)
+    eyas.attach(hybrid, "suffix", tree="fixed")
+    assert torch.equal(hybrid.generate(ids, attention_mask=mask, **asked), expected)
+    eyas.detach(hybrid)

@@ -93,3 +93,11 @@ def test_growing_positions_have_no_graphs() -> None:
     assert runners._by_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
         assert runners._by_graphs(target, "on", own=True) is target
+
+
+def test_hybrids_run_by_their_own_forward() -> None:
+    """Guards models with recurrent state: their trees are sorted on the host, which a graph cannot do."""
+    target = Target(zoo.HYBRIDS["lfm2"]())
+    assert runners._by_graphs(target, "auto", own=True) is target
+    with pytest.warns(UserWarning, match="no CUDA graphs"):
+        assert runners._by_graphs(target, "on", own=True) is target

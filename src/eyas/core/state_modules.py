@@ -80,7 +80,7 @@ class _Call:
     @property
     def input(self) -> Place:
         """The first tensor among the arguments."""
-        places = [*enumerate(self.args), *self.kwargs.items()]
+        places: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         return Place(next(place for place, value in places if isinstance(value, Tensor)))
 
 

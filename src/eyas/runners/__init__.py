@@ -121,6 +121,10 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
         if kernels != "auto":
             warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
         return target
+    if target.state_modules:
+        if kernels != "auto":
+            warnings.warn("no CUDA graphs: the host sorts the nodes of each tree by depth, for the model's recurrent state", stacklevel=5)
+        return target
     log.info("GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)")
     ops = _ops_for(target.device)
     fused = None if ops is REFERENCE else fused_layers(target, joins=own)

@@ -10,8 +10,8 @@ starts from the state of its parent, and leaves one of its own.
 
 When a path is accepted, the state of its last node is the row's committed state; those of the other nodes are dropped. Nothing is read
 twice, rows accept different numbers of tokens without padding, and every node is computed like a token of plain decoding: by the module's
-own forward, for one token. All other modules (attention, MLP, norms, lm_head) see the whole tree in one pass, as they do in other models.
-A pass over a tree of depth d calls each state module d + 1 times; so a chain of 4 reads the weights of these modules 5 times.
+own forward, for one token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in one pass, as they do in
+other models. A pass over a tree of depth d calls each state module d + 1 times.
 
 The modules are the model's own (`core.state_modules`), and during a forward the states lie in transformers' own cache layers. Prompts go
 through the modules in chunks, as in the model's `generate`.

@@ -28,7 +28,7 @@ from eyas.errors import ModelError
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, SAMPLINGS, make
 
-NEW = 16
+NEW = 14
 GREEDY = Sampling()
 QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}  # convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
 FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.HYBRIDS]
@@ -65,11 +65,10 @@ def test_every_family_with_an_oracle(family: str) -> None:
     oracle's trees branch, and its long paths are accepted, so that rows commit different numbers of nodes."""
     answered = requests(family, 5, SAMPLINGS)
     answers = {request.prompt: list(tokens) for request, tokens in answered}
-    for nodes, depth, seed in ((12, 5, 0), (7, 6, 2)):
-        oracle = Oracle(target(family), answers, nodes, depth, seed)
-        for rows in (1, 3):
-            tokens, steps = run(Decoder(oracle.target, oracle, rows), [request for request, _ in answered])
-            assert [tuple(new) for new in tokens] == [new for _, new in answered]
+    for nodes, depth, rows in ((12, 5, 3), (7, 6, 1)):
+        oracle = Oracle(target(family), answers, nodes, depth, seed=rows)
+        tokens, steps = run(Decoder(oracle.target, oracle, rows), [request for request, _ in answered])
+        assert [tuple(new) for new in tokens] == [new for _, new in answered]
         cycles = [step for step in steps if not step.prefill]
         assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), "paths must be accepted, or this test proves little"
 
@@ -84,17 +83,17 @@ def test_against_generate(family: str) -> None:
         assert tuple(theirs[0, len(request.prompt) :].tolist()) == expected
 
 
+SOME = ("vanilla", "suffix", "eagle1", "eagle2", "self_speculative", "small_model")  # one of each kind of session
 METHODS = [
-    pytest.param(name, family, marks=[] if family == "lfm2" else pytest.mark.slow)
-    for family in ("lfm2", "qwen3_next")
-    for name in drafters.names()
+    *((name, "lfm2") for name in drafters.names()),
+    *(pytest.param(name, "qwen3_next", marks=pytest.mark.slow) for name in SOME),
 ]
 
 
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
     """Guards each method with rows of different ages, two at a time; where children are sampled, rows equal what they are alone."""
-    drafter, answered = method(name, family), requests(family, 4, SAMPLINGS)
+    drafter, answered = method(name, family), requests(family, 3, SAMPLINGS)
     alone = [run(Decoder(drafter.target, drafter), [request])[0][0] for request, _ in answered]
     for (request, expected), got in zip(answered, alone, strict=True):
         if request.sampling.greedy or name not in DRAWN:
@@ -142,7 +141,7 @@ def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
     return tuple(tokens[0]), next(step.cached_tokens for step in steps if step.prefill)
 
 
-KEPT = [pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next", "falcon_h1")]
+KEPT = [pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next")]
 
 
 @pytest.mark.parametrize("family", KEPT)
@@ -196,7 +195,7 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KEPT)
-@pytest.mark.parametrize("name", ["vanilla", "suffix", "eagle2", "small_model"])
+@pytest.mark.parametrize("name", ["suffix", "eagle2", "small_model"])
 def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
     """Requests come at random moments, share prefixes with texts that are kept or in flight, and are read in chunks of 7 tokens."""
     drafter, dice = method(name, family), random.Random(2)

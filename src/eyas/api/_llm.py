@@ -9,6 +9,7 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eyas.adaptive import auto
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
@@ -23,6 +24,7 @@ from eyas.arguments import (
     with_generate_keywords,
     with_objects,
 )
+from eyas.core.adapters import BASE
 from eyas.core.constraints import Constraint
 from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, method_name
@@ -57,6 +59,7 @@ class LLM:
         self.draft_name = draft_name
         self.policy = policy
         self.eos = _eos(target.model, tokenizer)
+        self._views: dict[str, tuple[Target, Drafter, Policy | None]] = {target.adapter: (target, drafter, policy)}
         self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (what it was made of, the Decoder)
         self._grammars: Grammars | None = None
 
@@ -73,6 +76,29 @@ class LLM:
     def method(self) -> str:
         """The method's name; "eagle2+suffix" for two."""
         return method_name(self.drafter)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that a request may ask for."""
+        return () if self.target.adapters is None else self.target.adapters.names
+
+    def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
+        """Target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns by itself.
+
+        Raises:
+            OptionError: there is no such adapter.
+        """
+        if adapter not in self._views:
+            target = self.target.with_adapter(adapter)
+            drafter = self.drafter.on(target)
+            self._views[adapter] = target, drafter, None if self.policy is None else auto(drafter)
+        return self._views[adapter]
+
+    def adapter_named(self, name: str | None) -> str:
+        """The adapter that a request asks for, as `Request.adapter`."""
+        if name is None:
+            return self.target.adapter
+        return self.target.with_adapter("" if name == BASE else str(name)).adapter
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -157,6 +183,8 @@ class LLM:
             logits_processor: processors of transformers, one or several. They run once for each
                 node, with the node's own prefix, which is slow.
             draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
+            adapter: the name of the adapter to answer with, where several were loaded; "base": none of them. None: none, or for a
+                PeftModel the one that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
             ignore_eos: go on to max_new_tokens.
@@ -200,7 +228,9 @@ class LLM:
     def _answer_each(self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False) -> Iterator[tuple[int, Result]]:
         """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts that begin alike are read once."""
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
-        decoder, keep = self.take_decoder(max(1, min(rows, len(answers))), reuse)
+        if not answers:
+            return
+        decoder, keep = self.take_decoder(max(1, min(rows, len(answers))), reuse, answers[0].request.adapter)
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in check_steps(decoder.step()):
@@ -229,7 +259,7 @@ class LLM:
         """
         request, reader = self.request(prompt, system=system, **keywords)
         answer = Answer(replace(request, trace=on_step is not None), reader)
-        decoder, keep = self.take_decoder()
+        decoder, keep = self.take_decoder(adapter=request.adapter)
         return Stream(decoder, answer, keep, on_step)
 
     @with_generate_keywords
@@ -287,6 +317,7 @@ class LLM:
             prompt_logprobs=asked["prompt_logprobs"],
             constraint=self._constraint(asked, eos),
             draft=asked["draft"],
+            adapter=self.adapter_named(asked["adapter"]),
             prediction=self._prediction(asked["prediction"]),
         )
         return request, reader
@@ -322,16 +353,17 @@ class LLM:
     def _default_rows(self) -> int:
         return 1 if self.target.device.type == "cpu" else 8
 
-    def take_decoder(self, rows: int = 1, reuse: bool = False) -> tuple[Decoder, Callable[[], None]]:
+    def take_decoder(self, rows: int = 1, reuse: bool = False, adapter: str | None = None) -> tuple[Decoder, Callable[[], None]]:
         """A Decoder without requests, the one that served last where it suits; and a function that
         lets it serve again.
 
         Call it when all is well: after an error the rows of a Decoder may hold anything.
         """
-        made_of = self.target, self.drafter, self.policy, rows, reuse
+        target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
+        made_of = target, drafter, policy, rows, reuse
         idle, self._idle = self._idle, None
         if idle is None or idle[0] != made_of:
-            idle = made_of, Decoder(self.target, adapted(self.drafter, self.policy), rows, reuse)
+            idle = made_of, Decoder(target, adapted(drafter, policy), rows, reuse)
         decoder = idle[1]
 
         def keep() -> None:
@@ -353,7 +385,7 @@ class Chat:
         if system is not None and not isinstance(system, str):
             raise InputError(f"a system message must be a string, not {type(system).__name__}")
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=1, reuse=True)
+        self._decoders: dict[str, Decoder] = {}  # by adapter: keys and values of one are useless to another
 
     def __repr__(self) -> str:
         last = f", last {self.messages[-1]['role']}: {shortened(self.messages[-1]['content'])!r}" if self.messages else ""
@@ -374,13 +406,19 @@ class Chat:
         """The same, piece by piece. When the stream is closed early, the text so far joins the
         conversation.
         """
-        if not self._decoder.finished:
+        if not all(decoder.finished for decoder in self._decoders.values()):
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
             raise InputError("the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}")
         asked = generate_keywords(keywords, self.keywords)
         answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **asked))
-        return Stream(self._decoder, answer, lambda: self._join(text, answer))
+        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._join(text, answer))
+
+    def _decoder(self, adapter: str) -> Decoder:
+        if adapter not in self._decoders:
+            target, drafter, policy = self.llm.view(adapter)
+            self._decoders[adapter] = Decoder(target, adapted(drafter, policy), rows=1, reuse=True)
+        return self._decoders[adapter]
 
     def _join(self, text: str, answer: Answer) -> None:
         if answer.totals.token_ids:

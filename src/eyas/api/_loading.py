@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eyas import checkpoints, drafters, runners, tiny
 from eyas.adaptive import auto, mode_of
 from eyas.api._llm import LLM
-from eyas.arguments import load_keywords, on_or_off
+from eyas.arguments import adapters_of, load_keywords, on_or_off
+from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, flags
 from eyas.core.pretrained import check_config, read_tokenizer
 from eyas.core.target import Target, pick_device, pick_dtype
@@ -34,6 +35,7 @@ def load(
     method: str | None = None,
     *,
     draft_with: str | None = None,
+    adapter: str | Path | Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | int | None = "auto",
@@ -55,6 +57,10 @@ def load(
             for; `suffix` without a head.
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
+        adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub id.
+            It is merged into the weights. Several, as a dict from names to folders: requests choose one
+            by `generate(..., adapter=name)`. A PeftModel as the target is used as it is, with all of its
+            adapters. Needs the extra `peft`.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
@@ -85,11 +91,11 @@ def load(
         method = method or (tiny.BEST if draft in (None, AUTO) else None)
         if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).reads)
-    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code)
+    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter))
     loaded_target = runners.prepared(
         loaded_target,
         on_or_off(kernels),
-        own=not isinstance(target, PreTrainedModel),
+        own=isinstance(target, str | Path | None),
         weights=weights,
         activations=activations,
         draft_weights=draft_weights,
@@ -104,7 +110,7 @@ def load(
 
 
 def _load_target(
-    source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool
+    source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool, adapters: dict[str, str] | str | None
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
     if source is None:
@@ -112,16 +118,19 @@ def _load_target(
         kind = pick_dtype(dtype, place)
         embedded: torch.nn.Module = tiny.model()
         embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
-        return Target(cast(PreTrainedModel, embedded), "embedded"), tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
-    if isinstance(source, PreTrainedModel):
-        name = source.name_or_path
+        made = Target.of(embedded, "embedded", adapters)
+        return made, tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
+    if isinstance(source, PreTrainedModel) or is_peft_model(source):
+        if adapters:
+            raise OptionError("put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result")
+        name = (source.get_base_model() if is_peft_model(source) else source).name_or_path
         loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
-        return Target(source, name or type(source).__name__), loaded_tokenizer
+        return Target.of(source, name or type(source).__name__), loaded_tokenizer
     if not isinstance(source, str | Path):
         raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
     check_config(source, trust_remote_code)
     loaded_tokenizer = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(source, dtype, device, trust_remote_code), loaded_tokenizer
+    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters), loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
@@ -216,7 +225,10 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
+    if drafter.target_fingerprint and target.is_adapted_from(drafter.target_fingerprint):
+        if drafter.needs_weights:
+            warnings.warn(f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted", stacklevel=4)
+    elif drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
         warnings.warn(
             f"{draft} was trained for another target: the text stays the same, but less of it may be drafted",
             stacklevel=4,

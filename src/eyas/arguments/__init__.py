@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from eyas.arguments._adapters import adapters_of
 from eyas.arguments._objects import SYNONYMS, with_objects
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
@@ -24,6 +25,7 @@ __all__ = [
     "GenerateKeywords",
     "Messages",
     "Prompt",
+    "adapters_of",
     "as_draft",
     "as_logit_bias",
     "as_processors",
@@ -66,6 +68,7 @@ class GenerateKeywords(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
     draft: str | int | bool
+    adapter: str | None
     prediction: str | Sequence[int] | None
     ignore_eos: bool
     raw: bool

@@ -74,6 +74,8 @@ class TargetOptions:
 
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: a folder or a hub id. Default: the embedded model."""
+    adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
+    """An adapter of PEFT (LoRA, DoRA), which is merged into the target. NAME=PATH, several times: requests choose one by its name."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
@@ -175,6 +177,9 @@ class LawOptions:
 @option_group
 class AnswerOptions(LawOptions, SamplingOptions, TemperatureOptions, LengthOptions):
     """How an answer is sampled, and where it ends."""
+
+
+USE_ADAPTER = Annotated[str | None, "Model", "NAME", Parameter(help="Answer with this one of several adapters. Default: with none.")]
 
 
 @option_group

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from eyas.cli._errors import GREEN, colored, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
 from eyas.cli._options import (
+    USE_ADAPTER,
     AnswerOptions,
     DraftOptions,
     MethodOptions,
@@ -45,6 +46,7 @@ class ChatOptions:
 
     system: Annotated[str | None, "Prompt", "TEXT"] = None
     """A system message."""
+    use_adapter: USE_ADAPTER = None
     color_accepted: Annotated[bool, "Output"] = False
     """Show drafted text in green."""
 
@@ -58,7 +60,7 @@ def command(
     options: MethodOptions,
 ) -> int:
     """Talk with a model."""
-    keywords = sampling_of(sampling)
+    keywords = sampling_of(sampling) | ({} if chat.use_adapter is None else {"adapter": chat.use_adapter})
     llm = load(model, draft, options)
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
         raise InputError("this target has no chat template: use eyas generate")

@@ -17,6 +17,7 @@ from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
+    USE_ADAPTER,
     AnswerOptions,
     DraftOptions,
     MethodOptions,
@@ -78,6 +79,7 @@ class InputOptions:
     """With --json or --output: the log-probability of each token, and those of the N most probable."""
     prompt_logprobs: Annotated[int | None, "Output", "N"] = None
     """The same for the prompt's tokens."""
+    use_adapter: USE_ADAPTER = None
     ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
     n: Annotated[PositiveInt, "Sampling", "N"] = 1
@@ -111,6 +113,8 @@ def command(
     _check(prompt, inputs)
     given = {name: getattr(inputs, name) for name in ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")}
     keywords = {**sampling_of(sampling), **structure_of(structure), **given, **_drafts(inputs)}
+    if inputs.use_adapter is not None:
+        keywords["adapter"] = inputs.use_adapter
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
         if inputs.n > 1:
@@ -302,7 +306,8 @@ class _FileRun:
         """The tasks that can be answered, with their token ids; a line that cannot is reported."""
         from eyas.core.engine import Decoder
 
-        probe = Decoder(self.llm.target, self.llm.drafter)
+        target, drafter, _ = self.llm.view(self.llm.adapter_named(self.keywords.get("adapter")))
+        probe = Decoder(target, drafter)
         for task in tasks:
             try:
                 request, _ = self.llm.request(task.prompt, **self.keywords)

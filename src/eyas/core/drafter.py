@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -204,6 +205,14 @@ class Drafter(ABC):
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options
+
+    def on(self, target: Target) -> Drafter:
+        """The same method and weights for another view of its target (`Target.with_adapter`)."""
+        if target is self.target:
+            return self
+        other = copy(self)
+        other.target = target
+        return other
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:

@@ -35,7 +35,7 @@ from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
-from eyas.errors import EyasError
+from eyas.errors import EyasError, OptionError
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
@@ -96,6 +96,8 @@ class Decoder:
         """Put a request into the queue; returns its number. InputError or FitError at once if it cannot be served."""
         check_request(request, self.model.vocab_size)
         check_draft(request, self.model.vocab_size)
+        if request.adapter not in (None, self.model.adapter):
+            raise OptionError(f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}")
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)

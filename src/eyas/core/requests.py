@@ -43,6 +43,8 @@ class Request:
     draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
 
+    adapter: str | None = None  # the adapter that answers, "" for none: a Decoder refuses requests for another than its target's. None: any
+
     @property
     def draft_limit(self) -> int | None:
         """Most candidates below the root; None: no limit."""

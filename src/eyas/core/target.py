@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families
+from eyas.core.adapters import AdapterSet, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
@@ -48,6 +49,7 @@ PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 MOST_AT_ONCE = 8192  # at the beginning of a text
 STEPPED_CHUNK = 16  # later; each of these tokens has a state of its own in memory
 
+Adapters = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
 
 
@@ -135,26 +137,75 @@ class Target:
         self.run: Runner = ModelRunner()
         self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.adapters: AdapterSet | None = None  # that requests choose from
+        self.adapter = ""  # the one that this view of the target uses; "": none
+        self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
     @classmethod
     def load(
-        cls, path: str | Path, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, role: str = "target"
+        cls,
+        path: str | Path,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        role: str = "target",
+        adapters: Adapters = None,
     ) -> Target:
         """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
 
-        `role`: the name of the model in error messages.
+        `role`: the name of the model in error messages. `adapters`: see `of`.
         """
         place = torch.device(pick_device(device))
         model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role)
         try:
-            return cls(model.to(place), str(path))
+            return cls.of(model.to(place), str(path), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code, with the values of a configuration that may be broken
             reason = " ".join(str(error).split())[:200]
             raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
+
+    @classmethod
+    def of(cls, model: Any, name: str = "", adapters: Adapters = None) -> Target:
+        """A target from a model or a PeftModel.
+
+        `adapters` change the model: one, by its folder, is merged into the weights; several, by name, are switched between.
+        """
+        if is_peft_model(model):
+            found = AdapterSet(model)
+            target = cls(model.get_base_model(), name)
+            target.adapters, target.adapter = found, found.active
+            return target
+        if not adapters:
+            return cls(model, name)
+        base = fingerprint_of(model)
+        if isinstance(adapters, Mapping):
+            found = AdapterSet.load(model, adapters)
+            found.use("")
+            target = cls(model, name)
+            target.adapters = found
+        else:
+            target = cls(merge(model, adapters), name)
+        target.base_fingerprint = base
+        return target
+
+    def with_adapter(self, name: str) -> Target:
+        """A view of the target with this adapter; "": without one. The model is shared. OptionError for an unknown name."""
+        if name == self.adapter:
+            return self
+        if self.adapters is None:
+            raise OptionError(f"there is no adapter {name!r}: give eyas.load adapters by name: adapter={{name: folder}}")
+        self.adapters.check(name)
+        other = copy(self)
+        other.adapter = name
+        return other
+
+    def _use_adapter(self) -> None:
+        """Switch the model to this view's adapter."""
+        if self.adapters is not None:
+            self.adapters.use(self.adapter)
 
     def _probe(self) -> tuple[Layout, int, bool]:
         """Run the model on a few tokens, and find its state modules.
@@ -177,10 +228,12 @@ class Target:
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> input of the first layer [..., D] (without learned position embeddings)."""
+        self._use_adapter()
         return families.embed(self.family, ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
+        self._use_adapter()
         return self.run.head(self, hidden)
 
     @contextmanager
@@ -191,6 +244,7 @@ class Target:
             feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the input of layer k; L (the number of
                 layers) = after the final norm.
         """
+        self._use_adapter()
         caught: dict[int, Tensor] = {}
 
         def before(k: int) -> Callable[..., None]:
@@ -223,29 +277,21 @@ class Target:
             return features()
 
     def fingerprint(self) -> str:
-        """A short identification of the weights: a hash of all shapes, and sums over a few weights. It is saved with draft heads."""
-        weights = [(name, weight) for name, weight in sorted(self.model.named_parameters()) if weight.ndim == 2]
-        shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
-        sums = []
-        for _, weight in (weights[0], weights[len(weights) // 2], weights[-1]):
-            some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].double()
-            signs = torch.arange(len(some), device=some.device) % 3 - 1
-            sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
-        return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
+        """A short identification of the weights; of the base model's where adapters are switched between. It is saved with draft heads."""
+        return self.base_fingerprint if self.adapters is not None and self.base_fingerprint else fingerprint_of(self.model)
 
     def is_named(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
-        shapes, _, sums = fingerprint.partition(":")
-        own_shapes, _, own_sums = self.fingerprint().partition(":")
-        try:
-            pairs = zip(map(float, sums.split(",")), map(float, own_sums.split(",")), strict=False)
-            return shapes == own_shapes and all(abs(a - b) < 0.02 for a, b in pairs)
-        except ValueError:  # not a fingerprint of eyas
-            return False
+        return _same_weights(fingerprint, self.fingerprint())
+
+    def is_adapted_from(self, fingerprint: str) -> bool:
+        """Whether `fingerprint` is that of the weights before an adapter was added."""
+        return bool(self.base_fingerprint) and _same_weights(fingerprint, self.base_fingerprint)
 
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
         """Where NaN first appears in a forward over these ids, in words for an error message."""
+        self._use_adapter()
         places = ["in the embeddings", *(f"after layer {k}" for k in range(self.num_layers - 1)), "in the last layer or the final norm"]
         bad = [False] * len(places)
 
@@ -530,6 +576,29 @@ def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
     if not family.mask_kinds:
         return additive(allowed_RQW) if family.window is None else windowed()
     return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """A hash of all shapes of weights, and sums over a few of them."""
+    weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if weight.ndim == 2]
+    shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
+    sums = []
+    for _, weight in (weights[0], weights[len(weights) // 2], weights[-1]):
+        some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].double()
+        signs = torch.arange(len(some), device=some.device) % 3 - 1
+        sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
+    return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
+
+
+def _same_weights(fingerprint: str, own: str) -> bool:
+    """Whether two fingerprints are those of the same weights, up to the rounding of dtypes."""
+    shapes, _, sums = fingerprint.partition(":")
+    own_shapes, _, own_sums = own.partition(":")
+    try:
+        pairs = zip(map(float, sums.split(",")), map(float, own_sums.split(",")), strict=False)
+        return shapes == own_shapes and all(abs(a - b) < 0.02 for a, b in pairs)
+    except ValueError:  # not a fingerprint of eyas
+        return False
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, method_name
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, matching_nodes, merge
+
+if TYPE_CHECKING:
+    from eyas.core.target import Target
 
 __all__ = ["Merged"]
 
@@ -37,6 +40,9 @@ class Merged(Drafter):
         self.trained_length = first.trained_length
         self.target_fingerprint = first.target_fingerprint
         self.model_free = first.model_free and second.model_free
+
+    def on(self, target: Target) -> Drafter:
+        return Merged(*(part.on(target) for part in self.parts))
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)

@@ -99,7 +99,9 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
         parent._modules[name] = _shallow(parent._modules[name], configs)
         parent = parent._modules[name]
     parent._modules[path[-1]] = nn.ModuleList([_layer(layers[k], [p for p in replies if p[0] == k], replies) for k in kept])
-    return Target(view, f"{target.name} without {format_parts(skipped)}")
+    made = Target(view, f"{target.name} without {format_parts(skipped)}")
+    made.adapters, made.adapter = target.adapters, target.adapter
+    return made
 
 
 def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:

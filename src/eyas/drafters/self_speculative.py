@@ -64,6 +64,12 @@ class Method(small_model.Method):
         super().__init__(target, options, draft)
         self.net = None  # nothing beside the target's own weights
 
+    def on(self, target: Target) -> Drafter:
+        other = super().on(target)
+        assert isinstance(other, Method)
+        other.draft_model = self.draft_model.with_adapter(target.adapter)
+        return other
+
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         if source is not None:

@@ -84,6 +84,14 @@ def prepared(
 
 
 def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Target:
+    if target.adapters is not None:  # kernels and graphs would keep the weights of one adapter, or of none
+        if not form.exact:
+            raise OptionError("rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one")
+        if kernels in ("on", "compile"):
+            warnings.warn(
+                "the model runs by its own forward: requests switch its adapters; one that is merged runs by kernels", stacklevel=4
+            )
+        return target if kernels == "off" else _with_cycle_kernels(target)
     if not form.exact:
         asked = f"weights {form.weights}" if form.activations == "exact" else f"activations {form.activations}"
         if kernels == "off":

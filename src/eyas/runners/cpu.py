@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
+from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
@@ -227,6 +228,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
     if family.model_type not in FAMILIES:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
+    if has_adapter_layers(target.model):
+        raise UnsuitedError("the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")

@@ -27,7 +27,7 @@ __all__ = ["chat"]
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     """Answer one request."""
-    service.check_model(body.model)
+    model = service.model_name(body.model)
     n = body.n or 1
     check_count(service.settings, 1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -36,6 +36,7 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
+    keywords |= service.adapter_keywords(model)
     if tools.forced:
         if structure_of(keywords) is not None:
             raise ApiError(400, "a tool_choice that forces a call excludes other structured output", param="tool_choice")
@@ -43,7 +44,7 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     prediction = await service.in_worker(predicted_tokens, service, body.prediction)
     job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, **body.job_fields())
     reader = partial(reader_for, service.llm, tools, ids, bool(body.stop))
-    dialect = ChatCompletion(job, service.settings.name, request_id(request.scope), service.token_texts, reader, count)
+    dialect = ChatCompletion(job, model, request_id(request.scope), service.token_texts, reader, count)
     return await reply(service, request, body, dialect)
 
 

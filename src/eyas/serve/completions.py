@@ -28,7 +28,7 @@ DEFAULT_TOKENS = 16  # as OpenAI's
 
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
     """Answer one request."""
-    service.check_model(body.model)
+    model = service.model_name(body.model)
     prompts, n = body.prompts(), body.n or 1
     check_count(service.settings, len(prompts), n)
     if body.max_tokens == 0 and not body.echo:
@@ -37,6 +37,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS))
+    keywords |= service.adapter_keywords(model)
     fields = body.job_fields()
     if body.echo and body.prompt_logprobs is None:
         fields["prompt_logprobs"] = body.logprobs
@@ -44,7 +45,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts]) if body.echo else []
     dialect = Completion(
         job,
-        service.settings.name,
+        model,
         request_id(request.scope),
         service.token_texts,
         logprobs=body.logprobs is not None,

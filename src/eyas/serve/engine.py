@@ -229,7 +229,7 @@ class Engine:
         """Waiting sequences enter Decoders, first come, first served."""
         while self._waiting and len(self._flying) < self.settings.rows:
             sequence = self._waiting.popleft()
-            decoder = self._pool.take(sequence.method, load=len(self._flying) + len(self._waiting) + 1)
+            decoder = self._pool.take(sequence.method, len(self._flying) + len(self._waiting) + 1, sequence.request.adapter or "")
             try:
                 sequence.ticket = decoder.add(sequence.request)
             except EyasError as error:

@@ -20,24 +20,18 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    model = {
-        "id": service.settings.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "eyas",
-        "root": service.llm.target.name or service.settings.name,
-        "parent": None,
-        "max_model_len": service.settings.max_model_len,
-    }
+    common = {"object": "model", "created": int(time.time()), "owned_by": "eyas", "max_model_len": service.settings.max_model_len}
+    own = {"id": service.settings.name, **common, "root": service.llm.target.name or service.settings.name, "parent": None}
+    tuned = [{"id": name, **common, "root": name, "parent": service.settings.name} for name in service.llm.adapters]
+    listed = {str(model["id"]): model for model in (*tuned, own)}
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [listed[name] for name in service.models]}
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return model
+        return listed[service.model_name(name)]
 
     @routes.get("/health")
     async def health() -> Response:

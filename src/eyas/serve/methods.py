@@ -22,11 +22,12 @@ class Methods:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.names = [llm.method, *(name for name in drafters.names() if name != llm.method and self._is_served(name))]
-        self._loaded: dict[str, tuple[Drafter, Policy | None]] = {llm.method: (llm.drafter, llm.policy)}
+        self._loaded: dict[tuple[str, str], tuple[Drafter, Policy | None]] = {}  # by method and adapter
+        self._loaded[llm.method, llm.target.adapter] = llm.drafter, llm.policy
         self._lock = threading.Lock()
 
-    def drafter(self, method: str) -> Drafter:
-        """The drafter of this method, adaptive where the server's own method is.
+    def drafter(self, method: str, adapter: str = "") -> Drafter:
+        """The drafter of this method for an adapter of the target, adaptive where the server's own method is.
 
         Raises:
             OptionError: a method that this server does not have.
@@ -34,9 +35,20 @@ class Methods:
         if method not in self.names:
             raise OptionError(f"this server drafts by {', '.join(self.names)}; there is no {method!r}")
         with self._lock:
-            if method not in self._loaded:
-                self._loaded[method] = self._load(method)
-            return adapted(*self._loaded[method])
+            if (method, adapter) not in self._loaded:
+                own = adapter == self.llm.target.adapter
+                self._loaded[method, adapter] = self._load(method) if own else self._switched(method, adapter)
+            return adapted(*self._loaded[method, adapter])
+
+    def _switched(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
+        """The method with the weights that it has for the server's own target, and a policy that learns by itself."""
+        if method == self.llm.method:
+            return self.llm.view(adapter)[1:]
+        own = method, self.llm.target.adapter
+        if own not in self._loaded:
+            self._loaded[own] = self._load(method)
+        drafter = self._loaded[own][0].on(self.llm.target.with_adapter(adapter))
+        return drafter, None if self.llm.policy is None else auto(drafter)
 
     def _load(self, method: str) -> tuple[Drafter, Policy | None]:
         kind = drafters.find(method)

@@ -36,22 +36,24 @@ class DecoderPool:
         self.rows = rows
         self.sizes = [rows] if methods.llm.target.run.skips_rows else sizes(rows)
         self.prefill_budget = prefill_budget
-        self._decoders: dict[tuple[str, int], Decoder] = {}  # by method and rows, the least recently used first
+        self._decoders: dict[tuple[tuple[str, str], int], Decoder] = {}  # by (method, adapter) and rows, the least recently used first
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
         """The Decoders that have something to do."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
-    def take(self, method: str, load: int) -> Decoder:
+    def take(self, method: str, load: int, adapter: str = "") -> Decoder:
         """A Decoder with a row for a new sequence; `release` gives the row back.
 
         Args:
             load: sequences in flight and waiting, the new one included.
+            adapter: of the target; each has Decoders, and so keys and values, of its own.
         """
-        size = self._size(method, load)
-        decoder = self._decoders.pop((method, size), None) or self._open(method, size)
-        self._decoders[method, size] = decoder
+        kind = method, adapter
+        size = self._size(kind, load)
+        decoder = self._decoders.pop((kind, size), None) or self._open(kind, size)
+        self._decoders[kind, size] = decoder
         self._taken[decoder] += 1
         return decoder
 
@@ -59,26 +61,27 @@ class DecoderPool:
         """A sequence has left the Decoder."""
         self._taken[decoder] -= 1
 
-    def _size(self, method: str, load: int) -> int:
+    def _size(self, kind: tuple[str, str], load: int) -> int:
         """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken if the load fills much of it."""
-        enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(method, size)]
-        busy = [size for size in enough if size < GROWTH * load and self._is_busy(method, size)]
+        enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
+        busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
         return min(busy or enough)
 
-    def _has_room(self, method: str, size: int) -> bool:
-        decoder = self._decoders.get((method, size))
+    def _has_room(self, kind: tuple[str, str], size: int) -> bool:
+        decoder = self._decoders.get((kind, size))
         return decoder is None or self._taken[decoder] < size
 
-    def _is_busy(self, method: str, size: int) -> bool:
-        decoder = self._decoders.get((method, size))
+    def _is_busy(self, kind: tuple[str, str], size: int) -> bool:
+        decoder = self._decoders.get((kind, size))
         return decoder is not None and self._taken[decoder] > 0
 
-    def _open(self, method: str, size: int) -> Decoder:
+    def _open(self, kind: tuple[str, str], size: int) -> Decoder:
         """A new Decoder; idle ones are closed for it where too many rows are open."""
         idle = [key for key, decoder in self._decoders.items() if not self._taken[decoder]]
         while idle and sum(rows for _, rows in self._decoders) + size > MOST_OPEN * self.rows:
             del self._taken[self._decoders.pop(idle.pop(0))]
-        return Decoder(self.methods.llm.target, self.methods.drafter(method), size, reuse=True, prefill_budget=self.prefill_budget)
+        drafter = self.methods.drafter(*kind)
+        return Decoder(drafter.target, drafter, size, reuse=True, prefill_budget=self.prefill_budget)
 
 
 def sizes(rows: int) -> list[int]:

@@ -35,7 +35,7 @@ __all__ = ["respond"]
 
 async def respond(service: Service, request: Request, body: ResponsesBody) -> Response:
     """Answer one request."""
-    service.check_model(body.model)
+    model = service.model_name(body.model)
     if body.n not in (None, 1):
         raise ApiError(400, "a response has one text: leave n out", param="n")
     ids = await service.in_worker(service.render, body.messages())
@@ -44,9 +44,10 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
         response_format=body.response_form(),
         max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
     )
+    keywords |= service.adapter_keywords(model)
     job = Job((ids,), keywords, **body.job_fields())
     answer = await service.submit(job)
-    writer = Writer(body, job, service.settings.name, request_id(request.scope))
+    writer = Writer(body, job, model, request_id(request.scope))
     headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}
     if body.stream:
         return EventStream(writer.events(answer, service.settings.keep_alive), answer.close, b"", headers, writer.failed)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from eyas import runners
 from eyas.api import LLM
+from eyas.core.adapters import BASE
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
@@ -54,12 +55,22 @@ class Service:
         self.engine.stop()
         self._worker.shutdown()
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError for the name of another model than the one that is served."""
-        if name not in (None, self.settings.name):
-            raise ApiError(
-                404, f"there is no model {name!r} here; this server has {self.settings.name!r}", param="model", code="model_not_found"
-            )
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that clients ask for: the target's, then those of its adapters."""
+        return self.settings.name, *self.llm.adapters
+
+    def model_name(self, asked: str | None) -> str:
+        """The model that a client asks for; ApiError if it is not served. None: the target, without an adapter."""
+        name = self.settings.name if asked is None else asked
+        if name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            raise ApiError(404, f"there is no model {name!r} here; this server has {served}", param="model", code="model_not_found")
+        return name
+
+    def adapter_keywords(self, name: str) -> dict[str, str]:
+        """The keyword of `LLM.request` for a name of `models`."""
+        return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that runs in the worker thread."""

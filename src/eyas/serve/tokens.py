@@ -13,7 +13,7 @@ __all__ = ["detokenize", "tokenize"]
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
-    service.check_model(body.model)
+    service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
     tokens = await service.in_worker(_tokens, service, body)
@@ -23,7 +23,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 
 async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids, special tokens included."""
-    service.check_model(body.model)
+    service.model_name(body.model)
     return {"prompt": await service.in_worker(service.decode, body.tokens)}
 
 

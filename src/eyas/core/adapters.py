@@ -1,0 +1,193 @@
+"""Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is merged into the weights, or several that requests choose from.
+
+    merge(model, folder)             -> the same model with other weights; nothing of PEFT is left in it
+    AdapterSet.load(model, folders)  -> layers of PEFT around the model's own; `use` switches the whole model to one of them
+
+The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each adapter, and a view switches the model
+before each of its forwards. A Decoder belongs to one view, so a batch never mixes adapters, and keys and values that one adapter made are
+never read by another.
+
+This module knows no tree, no cache and no drafter. PEFT (the extra `peft`) is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from eyas.errors import EyasError, ModelError, OptionError, near
+
+__all__ = ["BASE", "AdapterSet", "has_adapter_layers", "is_peft_model", "merge"]
+
+log = logging.getLogger(__name__)  # the command line prints these messages
+
+BASE = "base"  # in requests: the model without an adapter
+REASON_LENGTH = 240  # characters of a library's message that are shown
+# Kinds of adapters that do a part of their work outside of the model's layers, which its own forward would leave out.
+OUTSIDE = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "CARTRIDGE",
+    "ADAPTION_PROMPT",
+    "XLORA",
+    "POLY",
+    "SHADOW",
+)
+
+
+def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """The model with the adapter's changes added to its weights.
+
+    Raises:
+        ModelError: the adapter cannot be loaded, or does not fit the model.
+        OptionError: PEFT is not installed.
+    """
+    tuned = AdapterSet.load(model, {"adapter": folder}).tuned
+    with _one_line_errors(folder):
+        merged: PreTrainedModel = tuned.merge_and_unload(safe_merge=True)
+    log.info("adapter %s is merged into the weights", folder)
+    return merged
+
+
+class AdapterSet:
+    """Adapters that are in one model, and which of them is in use.
+
+    Args:
+        tuned: a PeftModel. Its base model is changed by `use`, and by nobody else while eyas decodes with it.
+    """
+
+    def __init__(self, tuned: Any, inner: Mapping[str, str] | None = None) -> None:
+        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have there."""
+        for name, config in tuned.peft_config.items():
+            _check_kind(name, config)
+        self.tuned = tuned
+        self._inner = {name: name for name in tuned.peft_config} if inner is None else dict(inner)
+        self._used: str | None = None  # None: not known
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, folders: Mapping[str, str | Path]) -> AdapterSet:
+        """Put adapters into a model, by name; none of them is in use.
+
+        Args:
+            folders: local folder or hub id of each adapter.
+
+        Raises:
+            ModelError: an adapter cannot be loaded, or does not fit the model.
+            OptionError: PEFT is not installed.
+        """
+        peft, tuned = _import_peft(), None
+        inner = {name: f"adapter{number}" for number, name in enumerate(folders)}  # PEFT takes no dots, and nothing that "lora_" contains
+        for name, folder in folders.items():
+            with _one_line_errors(folder):
+                _check_folder(folder)
+                config = peft.PeftConfig.from_pretrained(str(folder))
+                _check_kind(str(folder), config)
+                config.inference_mode = True
+                if tuned is None:
+                    tuned = peft.get_peft_model(model, config, adapter_name=inner[name])
+                read = tuned.load_adapter(str(folder), adapter_name=inner[name])
+                _check_keys(folder, read)
+        assert tuned is not None, "at least one adapter"
+        tuned.eval()
+        return cls(tuned, inner)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all adapters."""
+        return tuple(self._inner)
+
+    @property
+    def active(self) -> str:
+        """The adapter that the user of a PeftModel has chosen; "" if none is enabled."""
+        layers: list[Any] = [module for module in self.tuned.modules() if isinstance(module, _layer_kinds())]
+        return "" if any(layer.disable_adapters for layer in layers) else str(self.tuned.active_adapter)
+
+    def use(self, name: str) -> None:
+        """Switch the model to one adapter; "": to none."""
+        if name == self._used and (not name or self.tuned.active_adapter == self._inner[name]):
+            return
+        if name:
+            self.tuned.base_model.enable_adapter_layers()
+            self.tuned.set_adapter(self._inner[name], inference_mode=True)
+        else:
+            self.tuned.base_model.disable_adapter_layers()
+        self._used = name
+
+    def check(self, name: str) -> None:
+        """OptionError unless there is an adapter of this name; "" is the base model."""
+        if name and name not in self.names:
+            raise OptionError(f"there is no adapter {name!r}; {near(name, (*self.names, BASE))}")
+
+
+def is_peft_model(model: object) -> bool:
+    """Whether it is a PeftModel around a model."""
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+
+
+def has_adapter_layers(model: nn.Module) -> bool:
+    """Whether layers of PEFT are in the model. Whoever reads `weight` of such a layer reads the base model's, without the adapter."""
+    return any(isinstance(module, _layer_kinds()) for module in model.modules())
+
+
+def _layer_kinds() -> tuple[type, ...]:
+    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it then."""
+    layers, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
+    kinds = getattr(layers, "BaseTunerLayer", None), getattr(others, "AuxiliaryTrainingWrapper", None)
+    return tuple(kind for kind in kinds if kind is not None)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise OptionError("adapters need peft: pip install 'eyas[peft]' (in a clone: pip install '.[peft]')") from error
+    return peft
+
+
+def _check_folder(folder: str | Path) -> None:
+    path = Path(folder)
+    if path.is_dir() and not (path / "adapter_config.json").exists():
+        raise ModelError(f"adapter folder {str(folder)!r} has no adapter_config.json: name a folder that PEFT has written")
+    if not path.exists() and (path.is_absolute() or str(folder).startswith((".", "~")) or str(folder).count("/") > 1):
+        raise ModelError(f"adapter {str(folder)!r} does not exist")
+
+
+def _check_kind(name: str, config: Any) -> None:
+    """ModelError for an adapter that does a part of its work outside of the model's layers."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning or kind in OUTSIDE or getattr(config, "alora_invocation_tokens", None):
+        kind = "aLoRA" if kind == "LORA" else kind
+        raise ModelError(f"adapter {name!r} is of kind {kind}, which does more than change layers: eyas serves LoRA, DoRA and the like")
+
+
+def _check_keys(folder: str | Path, read: Any) -> None:
+    """ModelError where tensors of the adapter have no place in the model, or places no tensor."""
+    if read.unexpected_keys:
+        raise ModelError(f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}")
+    absent = [key for key in read.missing_keys if "lora_" in key or "modules_to_save" in key]
+    if absent:
+        raise ModelError(f"adapter {str(folder)!r} lacks tensors: {absent[0]}")
+
+
+@contextmanager
+def _one_line_errors(folder: str | Path) -> Iterator[None]:
+    """Turn what PEFT raises into a ModelError of one line. What it says about other libraries' future is not for the user."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    except (EyasError, MemoryError):
+        raise
+    except Exception as error:  # PEFT raises whatever a broken file leads it to
+        reason = " ".join(str(error).split())[:REASON_LENGTH]
+        raise ModelError(f"adapter {str(folder)!r} cannot be loaded: {type(error).__name__}: {reason}") from error

@@ -75,6 +75,8 @@ OPTIONS = {
     "eagle1": {"tree.choices": "reference"},
     "medusa": {"tree.choices": "dynamic", "tree.nodes": 14},  # its fixed trees: tests/drafters
     "hydra": {"tree.choices": "dynamic", "tree.nodes": 14, "head.arch": "prefix-mlp"},
+    "dflash": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 6},
+    "dspark": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 5, "head.markov_rank": 8, "stop": 0.3},
     "eagle2": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "self_speculative": {"skip": "1,2m", "depth": 3},

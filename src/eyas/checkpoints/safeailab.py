@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eyas.checkpoints._block import is_block_head
 from eyas.checkpoints._eagle3 import is_eagle3
 from eyas.checkpoints._llama import Shape, flag, layer_names, layer_shapes, mapping, read_layer, read_rope, write_layer
 from eyas.checkpoints._weights import ExportTarget, Published, differences, refuse_dtypes
@@ -57,7 +58,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these are the tensors of a head in this format; config.json only tells that it is no EAGLE-3 head."""
     record = config.get("eyas")
     has_inputs = "fc.weight" in names or (isinstance(record, dict) and "inputs" in record)
-    return not is_eagle3(config, names) and has_inputs and any(name.startswith("layers.") for name in names)
+    is_other = is_eagle3(config, names) or is_block_head(config, names)
+    return not is_other and has_inputs and any(name.startswith("layers.") for name in names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

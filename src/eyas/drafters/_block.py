@@ -1,0 +1,287 @@
+"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the laws of a block's slots.
+
+Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level is slot 1's), or the next one (slot
+0's): `from_anchor`. The two are told apart by no tensor, so a checkpoint must say which it is.
+
+Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from eyas.checkpoints import Weights
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.options import NEW_HEADS
+from eyas.core.target import Target
+from eyas.core.tree import Draft
+from eyas.drafters._block_loss import BlockTraining, block_loss
+from eyas.drafters._block_net import BlockNet, Extras, Plan
+from eyas.drafters._block_session import BlockSession
+from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._nets import (
+    EMBEDDING,
+    check_head,
+    init_matrices,
+    layer_config,
+    layer_shape,
+    load_tensors,
+    own_embedding,
+    placed,
+    saved_tensors,
+    seeded,
+    target_layer_shape,
+)  # fmt: skip
+from eyas.drafters._options import check_whole
+from eyas.errors import CheckpointError, FitError, OptionError
+from eyas.nn import LayerShape
+
+__all__ = ["BlockMethod", "NewBlockHead", "fused_layers"]
+
+HEAD = "head.weight"
+
+
+@dataclass(frozen=True)
+class NewBlockHead:
+    """The architecture of a head whose training begins. A trained head brings its own."""
+
+    depth: Annotated[int, NEW_HEADS] = 3
+    """Layers of the net."""
+    block: Annotated[int, NEW_HEADS] = 8
+    """Slots of a block, the root's included."""
+    layers: Annotated[str, NEW_HEADS] = "auto"
+    """Layers of the target whose inputs are fused, like 2,8,14 (indices of hidden_states); auto: as
+    many as the net has, evenly from 2 to L-2."""
+    mask_token: Annotated[int | None, NEW_HEADS] = None
+    """The token that stands for an unknown one; none: the padding token, or the one that counts
+    least in the training data."""
+
+    def __post_init__(self) -> None:
+        check_whole("head", 1, depth=self.depth)
+        check_whole("head", 2, block=self.block)
+        if self.mask_token is not None:
+            check_whole("head", 0, mask_token=self.mask_token)
+
+
+class BlockMethod(Drafter):
+    """A method that drafts a whole block in one pass of its net. Children are chosen, not sampled."""
+
+    needs_weights: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
+    label: ClassVar[str]  # the method's name for people
+    net: BlockNet
+
+    def __init__(
+        self, target: Target, options: Any, net: BlockNet, shape: LayerShape, layers: tuple[int, ...], plan: Plan,
+        embed_tokens: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, options)
+        self.net, self.shape, self.plan, self.embed_tokens = net, shape, plan, embed_tokens
+        self.feature_layers = layers
+        self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, plan.levels))
+
+    @classmethod
+    @abstractmethod
+    def new_extras(cls, options: Any) -> Extras:
+        """The further heads of a new net."""
+
+    @classmethod
+    @abstractmethod
+    def new_from_anchor(cls) -> bool:
+        """`Plan.from_anchor` of new heads."""
+
+    @property
+    @abstractmethod
+    def training(self) -> BlockTraining:
+        """The weights of the loss."""
+
+    @property
+    def train_feature_layers(self) -> tuple[int, ...]:
+        """The fused layers, and the target's final norm, which gives its distribution."""
+        return (*self.feature_layers, self.target.num_layers)
+
+    @classmethod
+    def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
+        """`train_feature_layers` of new heads, without making them."""
+        return (*fused_layers(options.head.layers, options.head.depth, target), target.num_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.net.norm.weight.dtype
+
+    @property
+    def max_tree(self) -> Shape | None:
+        return self.tree.shape
+
+    # --- weights
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
+        sizes = {
+            "hidden_size": ("hidden size", target.hidden_size),
+            "vocab_size": ("vocabulary", target.vocab_size),
+            "target_layers": ("number of target layers", target.num_layers),
+        }
+        weights = check_head(weights, cls.reads, cls.label, sizes)
+        config = weights.config
+        layers = tuple(config["feature_layers"])
+        if max(layers) >= target.num_layers:
+            raise CheckpointError(
+                f"{weights.source} reads the outputs of layers {[k - 1 for k in layers]}; the target has {target.num_layers} layers, and "
+                "the output of the last one is not read before its norm: the head was made for another model"
+            )
+        plan = Plan(config["block"], config["mask_token"], config["from_anchor"])
+        if plan.mask_token >= target.embed_rows:
+            raise CheckpointError(f"{weights.source} has mask_token_id {plan.mask_token}; the target has {target.embed_rows} embeddings")
+        weights = _without_equal_head(weights, target)
+        extras = Extras(config["markov_rank"], config["confidence"], HEAD in weights.tensors)
+        shape, width = layer_shape(config), target.hidden_size * len(layers)
+        net = BlockNet(shape, config["layers"], width, target.vocab_size, extras)
+        table = {EMBEDDING: (target.vocab_size, target.hidden_size)}
+        net = load_tensors(net, weights, target, table, frozenset({EMBEDDING}))
+        method = cls(target, options or cls.Options(), net, shape, layers, plan, own_embedding(weights, target))
+        method.trained_length = config.get("max_positions")
+        return method
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None, **shape: Any) -> Self:
+        """A head with layers of the target's own sizes; `shape` replaces some of them."""
+        options = options or cls.Options()
+        new, layer = options.head, target_layer_shape(target, **shape)
+        layers = fused_layers(new.layers, new.depth, target)
+        plan = Plan(new.block, _mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
+        with seeded(seed, target.device):
+            net = BlockNet(layer, new.depth, target.hidden_size * len(layers), target.vocab_size, cls.new_extras(options))
+            init_matrices(net)
+        return cls(target, options, placed(net, target), layer, layers, plan)
+
+    @classmethod
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+        """A head whose layers add nothing yet, and whose Markov head prefers no token."""
+        method = cls.random(target, options, seed, counts_V)
+        with torch.no_grad():
+            for layer in method.net.blocks:
+                layer.attention.o.weight.zero_()
+                layer.mlp.down.weight.zero_()
+            if method.net.markov is not None:
+                method.net.markov.after.weight.zero_()
+        return method
+
+    def weights(self) -> Weights:
+        net, plan = self.net, self.plan
+        config = {
+            **layer_config(self.shape),
+            "layers": len(net.layers),
+            "vocab_size": self.target.vocab_size,
+            "max_positions": self.trained_length or self.target.context,
+            "act": "silu",
+            "feature_layers": self.feature_layers,
+            "target_layers": self.target.num_layers,
+            "block": plan.block,
+            "mask_token": plan.mask_token,
+            "from_anchor": plan.from_anchor,
+            "markov_rank": net.extras.markov_rank,
+            "confidence": net.extras.confidence,
+            "eyas": {"target_fingerprint": self.target.fingerprint()},
+        }
+        return Weights(self.reads, config, saved_tensors(net, self.embed_tokens), "memory")
+
+    # --- drafting
+
+    def open(self, rows: int) -> DraftSession:
+        return BlockSession(self, rows)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        table = self.embed_tokens
+        return (self.target.embed(ids) if table is None else table[ids]).to(self.dtype)
+
+    def head(self, hidden: Tensor, net: Any = None) -> Tensor:
+        """Normed hidden [..., D] -> logits [..., V]. `net`: the one to use, `self.net` by default."""
+        own = (net or self.net).head
+        logits: Tensor = self.target.head(hidden.to(self.target.dtype)) if own is None else own(hidden)
+        return logits
+
+    def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft:
+        """The tree below the roots, from the hidden of the slots of its levels."""
+        net: BlockNet = self.decoding_net
+        laws_BSV = self.head(hidden_BSD, net)
+
+        def law(tokens_BQ: Tensor, level: int) -> Tensor:
+            """The logits [B, Q, V] of the children of nodes at this depth."""
+            law_BQV = laws_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
+            if net.markov is not None:
+                law_BQV = law_BQV + net.markov(tokens_BQ).to(law_BQV.dtype)
+            return self.stopped(law_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
+
+        def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
+            return law(tokens_BQ, level + 1)
+
+        growth = Growth(lambda: law(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand)
+        return grow_dynamic(growth, cycle_input, self.tree)
+
+    def stopped(self, law_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+        """The logits, or minus infinity for nodes that shall have no children. Here all nodes may have some."""
+        return law_BQV
+
+    def chain(self, depth: int) -> Self:
+        """At most as deep as the block."""
+        tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
+        chain = type(self)(
+            self.target, replace(self.options, tree=tree), self.net, self.shape, self.feature_layers, self.plan, self.embed_tokens
+        )
+        chain.trained_length = self.trained_length
+        return chain
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.tree.describe(), "block": self.plan.block}
+
+    # --- training
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """The loss of blocks at random anchors; see `_block_loss`."""
+        return block_loss(self, batch, self.training, generator)
+
+
+def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
+    """The hidden_states that a new head fuses: those named, or as many as it has layers, evenly from layer 1's output to L-3's."""
+    L = target.num_layers
+    if layers == "auto":
+        if L < 4:
+            raise FitError(f"a block head fuses the outputs of layers 1 to L-3, and this target has {L}: name layers with --head.layers")
+        evenly = [L // 2] if depth == 1 else [round(1 + i * (L - 4) / (depth - 1)) for i in range(depth)]
+        return tuple(sorted({i + 1 for i in evenly}))
+    try:
+        numbers = tuple(int(part) for part in layers.split(","))
+    except ValueError as error:
+        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {layers!r}") from error
+    if sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
+        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
+    return numbers
+
+
+def _mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
+    """The token that was asked for, or the padding token, or the one that counts least."""
+    if asked is not None:
+        if asked >= target.embed_rows:
+            raise OptionError(f"head.mask_token is {asked}, and the target has {target.embed_rows} embeddings")
+        return asked
+    pad = getattr(target.model.config.get_text_config(), "pad_token_id", None)
+    if isinstance(pad, int) and 0 <= pad < target.embed_rows:
+        return pad
+    return target.vocab_size - 1 if counts_V is None else int(counts_V.argmin())
+
+
+def _without_equal_head(weights: Weights, target: Target) -> Weights:
+    """The weights without an lm_head that is the target's, up to the rounding of storage."""
+    own, theirs = weights.tensors.get(HEAD), getattr(target.family.head, "weight", None)
+    if own is None or theirs is None or own.shape != theirs.shape or target.family.logit_scale != 1:
+        return weights
+    if not torch.allclose(own.to(theirs.device, theirs.dtype), theirs, rtol=1e-2, atol=1e-3):
+        return weights
+    return replace(weights, tensors={name: value for name, value in weights.tensors.items() if name != HEAD})

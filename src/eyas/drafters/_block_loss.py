@@ -1,0 +1,147 @@
+"""The loss of block drafters (DFlash, section 3; DSpark, section 3.3): blocks at random anchors of the training text.
+
+An anchor is a token that plays the root: it and the next token count. The block behind it sees the target's features of the tokens before
+the anchor and, but for the anchor, no token. Its prediction of depth d is the token d places behind the anchor; it counts while all
+predictions before it in the block do, and weighs exp(-(d - 1) / gamma).
+
+    tokens or distribution   cross-entropy with the token of the data, or with the target's distribution
+    overlap                  sum of |q - p|: twice the chance that a draft token of q is rejected
+    confidence               binary cross-entropy of the confidence head against 1 - that chance (DSpark)
+
+Letters: N packed tokens, A anchors, n slots, S levels, K predictions that count, C of them in a chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from eyas.core.drafter import Batch, Loss
+from eyas.core.target import Target
+from eyas.drafters._block_net import BlockNet, Plan
+
+__all__ = ["BlockTraining", "block_loss", "choose_anchors"]
+
+CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
+
+
+@dataclass(frozen=True)
+class BlockTraining:
+    """The weights of the loss."""
+
+    anchors: int  # blocks in each document, at most
+    gamma: float  # levels after which a prediction weighs a factor e less
+    objective: str  # what the cross-entropy compares with: tokens of the data, or the target's distribution
+    cross_entropy: float
+    overlap: float = 0.0
+    confidence: float = 0.0
+
+
+class Trained(Protocol):
+    """The parts of a method that its loss reads."""
+
+    net: BlockNet
+    plan: Plan
+    target: Target
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def embed(self, ids: Tensor) -> Tensor: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+
+def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator: torch.Generator | None) -> Loss:
+    """The loss of blocks at random anchors. The count is that of the blocks; its figures are of the first level.
+
+    Args:
+        batch: with the features of the fused layers, then the target's final ones.
+        generator: chooses the anchors.
+    """
+    net, plan, tokens_N, device = method.net, method.plan, batch.tokens_N, batch.tokens_N.device
+    anchor_A = choose_anchors(batch, training.anchors, generator)
+    if not len(anchor_A):
+        return _nothing(net.norm.weight)
+    final = method.target.hidden_size
+    hidden_AnD = net.forward_packed(
+        batch.features_NF[:, :-final].to(method.dtype), method.embed(_blocks(tokens_N, anchor_A, plan)), anchor_A, batch.documents
+    )
+    goal_AS = anchor_A[:, None] + 1 + torch.arange(plan.levels, device=device)
+    counts_AS = batch.counted_N[goal_AS.clamp(max=len(tokens_N) - 1)] & (goal_AS < batch.documents.end_N(device)[anchor_A][:, None])
+    block_K, level_K = counts_AS.int().cumprod(1).bool().nonzero(as_tuple=True)
+    goal_K = goal_AS[block_K, level_K]
+    hidden_KD = hidden_AnD[block_K, level_K + plan.first_slot]
+
+    def guesses(part: slice, hidden_CD: Tensor, before_C: Tensor) -> Tensor:
+        logits_CV = method.head(hidden_CD)
+        if net.markov is not None:
+            logits_CV = logits_CV + net.markov(before_C)
+        with torch.no_grad():
+            true_CV = method.target.head(batch.features_NF[goal_K[part] - 1, -final:].to(method.target.dtype)).float()
+        sure_C = net.accepted(hidden_CD, before_C).float() if net.confidence is not None else None
+        return _losses(logits_CV.float(), true_CV, tokens_N[goal_K[part]], sure_C, training)
+
+    losses_K3 = _in_chunks(guesses, hidden_KD, tokens_N[goal_K - 1], method.target.vocab_size)
+    total = (losses_K3[:, 0] * torch.exp(-level_K / training.gamma)).sum()
+    figures_K2, first_K, last_K = losses_K3[:, 1:].detach(), level_K == 0, level_K == plan.levels - 1
+    sums = {"accuracy": figures_K2[first_K, 0].sum(), "overlap": figures_K2[first_K, 1].sum()}
+    if plan.levels > 1:
+        sums[f"accuracy at level {plan.levels}"] = figures_K2[last_K, 0].sum()
+    return Loss(total, torch.tensor(len(anchor_A), device=device), sums)
+
+
+def choose_anchors(batch: Batch, most: int, generator: torch.Generator | None) -> Tensor:
+    """int64, ascending: up to `most` random tokens of each document that count themselves, as the next ones do, and begin no document."""
+    counted_N, documents = batch.counted_N.cpu(), batch.documents
+    begin_N, end_N = documents.begin_N(), documents.end_N()
+    place_N = torch.arange(len(counted_N))
+    fits_N = counted_N & counted_N.roll(-1) & (place_N + 1 < end_N) & (place_N > begin_N)
+    order_A = fits_N.nonzero()[:, 0]
+    draw_A = torch.rand(len(counted_N), generator=generator)[order_A].double()
+    order_A = order_A[(begin_N[order_A] + draw_A).argsort(stable=True)]  # by document, at random within each
+    first_A = torch.searchsorted(begin_N[order_A].contiguous(), begin_N[order_A].contiguous())
+    return order_A[torch.arange(len(order_A)) - first_A < most].sort().values.to(batch.tokens_N.device)
+
+
+def _blocks(tokens_N: Tensor, anchor_A: Tensor, plan: Plan) -> Tensor:
+    """int64 [A, n]: the anchor, then masks."""
+    roots_A1 = tokens_N[anchor_A][:, None]
+    return torch.cat([roots_A1, torch.full_like(roots_A1, plan.mask_token).expand(-1, plan.block - 1)], dim=1)
+
+
+def _losses(logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, sure_C: Tensor | None, training: BlockTraining) -> Tensor:
+    """[C, 3]: the loss of each prediction, whether its best token is the target's, and the overlap of q and p."""
+    log_q_CV, p_CV = logits_CV.log_softmax(-1), true_CV.softmax(-1)
+    distance_C = (log_q_CV.exp() - p_CV).abs().sum(-1)
+    overlap_C = (1 - distance_C.detach() / 2).clamp(0, 1)
+    entropy_C = -log_q_CV.gather(1, token_C[:, None])[:, 0] if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
+    loss_C = training.cross_entropy * entropy_C + training.overlap * distance_C
+    if sure_C is not None:
+        loss_C = loss_C + training.confidence * F.binary_cross_entropy_with_logits(sure_C, overlap_C, reduction="none")
+    right_C = (logits_CV.argmax(-1) == true_CV.argmax(-1)).float()
+    return torch.stack([loss_C, right_C, overlap_C], dim=1)
+
+
+def _in_chunks(guesses: Callable[[slice, Tensor, Tensor], Tensor], hidden_KD: Tensor, before_K: Tensor, vocab_size: int) -> Tensor:
+    """`guesses` of all predictions [K, 3]. Logits exist for one chunk at a time; the backward computes them again."""
+    rows, parts = max(1, CHUNK_ELEMENTS // vocab_size), []
+    for first in range(0, len(hidden_KD), rows):
+        part = slice(first, first + rows)
+        inputs = part, hidden_KD[part], before_K[part]
+        if hidden_KD.requires_grad:
+            parts.append(checkpoint(guesses, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(guesses(*inputs))
+    return torch.cat(parts)
+
+
+def _nothing(weight: Tensor) -> Loss:
+    """The loss of a batch without anchors."""
+    return Loss(weight.sum() * 0, torch.zeros((), dtype=torch.long, device=weight.device), {})

@@ -1,0 +1,183 @@
+"""The net of block drafters (DFlash, DSpark): layers of Qwen3's kind whose queries are the tokens of a block only.
+
+    context   features of the committed tokens  --fc, hidden_norm-->  keys and values of every layer, computed once
+    block     embeddings of [root, mask, mask, ...]  -->  layers  -->  norm  -->  hidden of each slot
+
+The queries of a block attend to the whole context and to all slots of their own block, later ones too. The context has no queries: its
+keys and values depend on the target's features alone. This module knows no tree, no target and no loss.
+
+Letters: R rows, A blocks, n slots of a block, T tokens, N packed tokens, M slots of all blocks, K key-value heads, W slots of the cache,
+D hidden, h head size, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from eyas.nn import Attention, Documents, Keys, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention, rope
+
+__all__ = ["BlockNet", "Extras", "KeyValueStore", "Plan"]
+
+
+class KeyValueStore(Protocol):
+    """The keys and values of one layer in a cache."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> Keys:
+        """Store keys and values [R, K, T, h] in the slots of this forward; returns those of all slots [R, K, W, h]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The parts of a DSpark net beyond the layers; the default is DFlash's net."""
+
+    markov_rank: int = 0  # width of the Markov head; 0: none
+    confidence: str = "none"  # what the confidence head reads: none (there is no such head), hidden, or hidden+markov
+    own_head: bool = False  # whether the logits come from an lm_head of the net's own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The facts of a block head that no tensor shows."""
+
+    block: int  # slots, the root's included
+    mask_token: int
+    from_anchor: bool  # slot i predicts the next token, not the one at its own place
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the first level."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def levels(self) -> int:
+        return self.block - self.first_slot
+
+
+class BlockAttention(Attention):
+    """Attention with norms over each head of queries and keys (Qwen3)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.q_norm, self.k_norm = (RMSNorm(shape.head_dim, shape.rms_eps) for _ in range(2))
+
+    def query(self, x: Tensor, position: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
+        return rope(self.q_norm(q).to(q.dtype), position, self.frequency(x.device))
+
+    def key_value(self, x: Tensor) -> Keys:
+        k, v = super().key_value(x)
+        return self.k_norm(k).to(k.dtype), v
+
+    def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
+        """Attention of the blocks to the slots that the mask shows, after their own keys and values are stored."""
+        k_RnKh, v_RnKh = self.keys(x_RnD, position_Rn)
+        k_RKWh, v_RKWh = store.update(k_RnKh.transpose(1, 2), v_RnKh.transpose(1, 2))
+        out_RHnh = grouped_attention(self.query(x_RnD, position_Rn).transpose(1, 2), k_RKWh, v_RKWh, mask_R1nW)
+        return self.o(out_RHnh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of Qwen3's kind."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.attention, self.mlp = BlockAttention(shape), SwiGLU(shape)
+        self.input_norm, self.mlp_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + attended
+        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+
+
+class MarkovHead(nn.Module):
+    """Logits that are added for the token before: a matrix V x V of low rank (DSpark, section 3.1)."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.before = nn.Embedding(vocab_size, rank)
+        self.after = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """ids [...] of the tokens before -> what is added to the logits [..., V]."""
+        return self.after(self.before(tokens))  # type: ignore[no-any-return]
+
+
+class BlockNet(nn.Module):
+    """fc and hidden_norm over the features, layers over context and block, norm; with DSpark's heads as `extras` says."""
+
+    def __init__(self, shape: LayerShape, layers: int, features: int, vocab_size: int, extras: Extras) -> None:
+        """features: F, the width of the features of all fused layers of the target."""
+        super().__init__()
+        D = shape.hidden_size
+        self.fc = nn.Linear(features, D, bias=False)
+        self.hidden_norm = RMSNorm(D, shape.rms_eps)
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(layers))
+        self.norm = RMSNorm(D, shape.rms_eps)
+        self.head = nn.Linear(D, vocab_size, bias=False) if extras.own_head else None
+        self.markov = MarkovHead(vocab_size, extras.markov_rank) if extras.markov_rank else None
+        wide = D + (extras.markov_rank if extras.confidence == "hidden+markov" else 0)
+        self.confidence = nn.Linear(wide, 1) if extras.confidence != "none" else None
+        self.extras = extras
+
+    @property
+    def blocks(self) -> list[BlockLayer]:
+        """The layers."""
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    def context(self, features: Tensor) -> Tensor:
+        """The target's features [..., F] -> what all layers make keys and values of [..., D]."""
+        return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
+
+    def remember(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
+        """Store the keys and values of committed tokens in every layer."""
+        for layer, store in zip(self.blocks, stores, strict=True):
+            k_RTKh, v_RTKh = layer.attention.keys(context_RTD, position_RT)
+            store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
+
+    def forward(self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], mask_R1nW: Tensor) -> Tensor:
+        """Embeddings of the blocks -> the normed hidden of their slots [R, n, D]."""
+        for layer, store in zip(self.blocks, stores, strict=True):
+            attended_RnD = layer.attention.attend_cached(layer.input_norm(hidden_RnD), position_Rn, store, mask_R1nW)
+            hidden_RnD = layer.finish(hidden_RnD, attended_RnD)
+        return self.norm(hidden_RnD)  # type: ignore[no-any-return]
+
+    def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
+        """For training: the normed hidden [A, n, D] of blocks that begin at these tokens of a packed row.
+
+        Args:
+            hidden_AnD: embeddings of the blocks.
+            anchor_A: int64, ascending; none is the first token of its document. A block sees the tokens before its anchor.
+        """
+        (A, n, _), device = hidden_AnD.shape, features_NF.device
+        position_N, context_ND = documents.position_N(device), self.context(features_NF)
+        position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
+        queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
+        hidden_MD = hidden_AnD.flatten(0, 1)
+        for layer in self.blocks:
+            attention, x_MD = layer.attention, layer.input_norm(hidden_MD)
+            keys_MKh, values_MKh = attention.keys(x_MD, position_M)
+            block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
+            keys_NKh, values_NKh = attention.keys(context_ND, position_N)
+            out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
+            hidden_MD = layer.finish(hidden_MD, attention.o(out_MHh.flatten(1)))
+        return self.norm(hidden_MD).unflatten(0, (A, n))  # type: ignore[no-any-return]
+
+    def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logit [...] of the expected rate of acceptance, from the hidden of a slot and the token before the one that it predicts."""
+        assert self.confidence is not None
+        if self.extras.confidence == "hidden+markov":
+            assert self.markov is not None
+            hidden = torch.cat([hidden, self.markov.before(before).to(hidden.dtype)], dim=-1)
+        return self.confidence(hidden)[..., 0]  # type: ignore[no-any-return]
+
+
+def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
+    """[n, M, K, h]: for each slot, those of all n slots of its block."""
+    x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
+    return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)

@@ -1,0 +1,155 @@
+"""The session of block drafters: one pass of the net over [root, mask, mask, ...] in every cycle.
+
+    prefill   the net stores keys and values of the prompt's features
+    draft     the same for the tokens accepted in the last cycle ("pending"); then one pass over the block. The slots give one law for
+              each level, and the tree grows from them without a further pass
+    commit    the features of the accepted path become pending; keys and values of the block are overwritten by the next ones
+
+Letters: B rows, R rows of a forward, P nodes on the longest path, n slots of a block, T tokens, D hidden, F features, W slots of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.core.cache import KVCache, slot_mask
+from eyas.core.drafter import Capturable, CycleInput, DraftSession
+from eyas.core.target import Target
+from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.drafters._block_net import BlockNet, Plan
+from eyas.drafters._grow import DynamicTree
+from eyas.nn import LayerShape
+
+__all__ = ["BlockSession"]
+
+MARGIN = 256  # slots that a recorded cycle reserves behind the committed ones: enough for most blocks
+
+
+class DraftingMethod(Protocol):
+    """The parts of a method that its session uses."""
+
+    target: Target
+    shape: LayerShape
+    plan: Plan
+    tree: DynamicTree
+    net: BlockNet
+    feature_layers: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def decoding_net(self) -> Any: ...
+
+    def embed(self, ids: Tensor) -> Tensor: ...
+
+    def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft: ...
+
+
+class BlockSession(DraftSession):
+    """The draft's keys and values of B rows, and the features of the tokens accepted last, which it has not read yet.
+
+    Slot t of a row holds token t. `length_B` + `pending_B` is the root's position.
+    """
+
+    def __init__(self, drafter: DraftingMethod, rows: int) -> None:
+        target, shape, device = drafter.target, drafter.shape, drafter.target.device
+        self.drafter, self.rows = drafter, rows
+        self.net: BlockNet = drafter.decoding_net
+        sizes = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
+        self.cache = KVCache((sizes,) * len(drafter.net.layers), rows, drafter.dtype, device)
+        width = target.hidden_size * len(drafter.feature_layers)
+        self.pending_BPF = torch.zeros(rows, 1 + drafter.tree.depth, width, dtype=target.dtype, device=device)
+        self.pending_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.length_B = torch.zeros_like(self.pending_B)
+        self.active_B = torch.zeros(rows, dtype=torch.bool, device=device)  # in the current cycle
+        self.state = {name: tuple(getattr(self, name).shape) for name in ("length_B", "pending_B", "pending_BPF")}
+
+    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
+        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:  # behind a path that another drafted, deeper than this tree
+            return None
+        block = max(self.drafter.plan.block, self.state["pending_BPF"][1])
+        self.cache.reserve(cycle_input.max_position + max(MARGIN, block))
+        return Capturable(self, self.state, self.cache.addresses)
+
+    # --- rows come and go
+
+    def keep(self, row: int, length: int) -> int:
+        kept = min(int(self.length_B[row]), length)
+        self.length_B[row] = kept
+        return kept
+
+    def copy(self, source: int, row: int, length: int) -> int:
+        kept = min(int(self.length_B[source]), length)
+        self.cache.copy(source, row, kept)
+        self.length_B[row] = kept
+        return kept
+
+    def begin(self, row: int, kept: int, total: int) -> None:
+        self.end(row, kept)
+        self.cache.reserve(total)  # once: growing copies what is there
+
+    def end(self, row: int, kept: int = 0) -> None:
+        if not kept:
+            self.length_B[row] = 0
+        self.pending_B[row] = 0
+
+    def clear(self, row: int) -> None:
+        self.end(row)
+        self.cache.clear(row)
+        self.pending_BPF[row] = 0
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        """Store the keys and values of the pending tokens, if there are any, and of the chunk's."""
+        pending = int(self.pending_B[row])
+        features_TF = torch.cat([self.pending_BPF[row, :pending], features_TF])
+        first = position - pending
+        slot_1T = torch.arange(first, first + len(features_TF), device=features_TF.device)[None]
+        self._remember(range(row, row + 1), features_TF[None], slot_1T, first + len(features_TF))
+        self.length_B[row] = first + len(features_TF)
+        self.pending_B[row] = 0
+
+    # --- the cycle
+
+    def draft(self, cycle_input: CycleInput) -> Draft:
+        self.active_B = cycle_input.active_B
+        self._read_pending(cycle_input)
+        plan, levels = self.drafter.plan, self.drafter.tree.depth
+        if cycle_input.tree_shape is not None:
+            levels = min(levels, cycle_input.tree_shape.depth)
+        hidden_BnD = self._read_block(cycle_input)
+        return self.drafter.grow(hidden_BnD[:, plan.first_slot : plan.first_slot + levels], cycle_input)
+
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        path_BP, features_BNF = verdict.path_BP.clamp(min=0), output.features_BNF
+        self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
+
+    def _read_pending(self, cycle_input: CycleInput) -> None:
+        """Store the pending tokens. They are padded to the longest path, so that shapes do not depend on values."""
+        P = self.pending_BPF.shape[1]
+        slot_BP = self.length_B[:, None] + torch.arange(P, device=self.length_B.device)
+        self._remember(range(self.rows), self.pending_BPF, slot_BP, cycle_input.max_position + P)
+        count_B = self.pending_B * cycle_input.active_B
+        self.length_B, self.pending_B = self.length_B + count_B, self.pending_B - count_B
+
+    def _remember(self, rows: range, features_RTF: Tensor, slot_RT: Tensor, width: int) -> None:
+        self.cache.at(rows, lambda: slot_RT, width)
+        self.net.remember(self.net.context(features_RTF.to(self.drafter.dtype)), slot_RT, self._layers())
+
+    def _read_block(self, cycle_input: CycleInput) -> Tensor:
+        """The net's pass over the block: the normed hidden of its slots [B, n, D]."""
+        plan, roots_B1 = self.drafter.plan, cycle_input.tokens_B[:, None]
+        n, width = plan.block, cycle_input.max_position + plan.block
+        slot_Bn = self.length_B[:, None] + torch.arange(n, device=roots_B1.device)
+        ids_Bn = torch.cat([roots_B1, torch.full_like(roots_B1, plan.mask_token).expand(-1, n - 1)], dim=1)
+        self.cache.at(range(self.rows), lambda: slot_Bn, width)
+        every_Bnn = torch.ones(self.rows, n, n, dtype=torch.bool, device=roots_B1.device)
+        mask_B1nW = slot_mask(self.length_B, every_Bnn, self.cache.width)[:, None]
+        return self.net(self.drafter.embed(ids_Bn), slot_Bn, self._layers(), mask_B1nW)  # type: ignore[no-any-return]
+
+    def _layers(self) -> list[Any]:
+        return [self.cache.part(layer) for layer in range(len(self.drafter.net.layers))]

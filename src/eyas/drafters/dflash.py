@@ -1,0 +1,83 @@
+"""dflash: DFlash (arXiv 2602.06036): one pass of a small net over a block of masks drafts all levels of the tree.
+
+    features of the committed tokens (some layers of the target)  --fc, norm-->  keys and values of every layer of the net
+    [root, mask, mask, ...]  -->  layers, which see the context and the whole block  -->  target's lm_head  -->  q at each slot
+
+Slot i (1, 2, ...) predicts the token at its own place, i places behind the root. A slot does not know the tokens between, so all nodes of
+a level have the same q, as with Medusa; the slots see each other's hidden states, though. The tree grows best-first from these laws by
+EAGLE-2's rule (`_grow`), without a further pass. Children are chosen: at any temperature the tokens are those of plain decoding with the
+same seed.
+
+`_block_net.py` has the net, `_block.py` the session and the common part with DSpark, `_block_loss.py` the training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from eyas.core.options import TRAINING
+from eyas.drafters._block import BlockMethod, NewBlockHead
+from eyas.drafters._block_loss import BlockTraining
+from eyas.drafters._block_net import Extras
+from eyas.drafters._grow import DynamicTree
+from eyas.drafters._options import check_choice, check_whole
+from eyas.errors import OptionError
+
+__all__ = ["Method", "Options", "TrainBlocks", "check_positive"]
+
+OBJECTIVES = ("distribution", "tokens")
+
+
+@dataclass(frozen=True)
+class TrainBlocks:
+    """How blocks are trained."""
+
+    anchors: Annotated[int, TRAINING] = 512
+    """Blocks in each example, at most."""
+    gamma: Annotated[float, TRAINING] = 4.0
+    """A prediction d levels deep weighs exp(-(d - 1) / gamma)."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """Learn the target's distribution, or the tokens of the data (tokens)."""
+
+    def __post_init__(self) -> None:
+        check_whole("train", 1, anchors=self.anchors)
+        check_positive("train.gamma", self.gamma)
+        check_choice("train.objective", self.objective, OBJECTIVES)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of dflash."""
+
+    tree: DynamicTree = field(default_factory=DynamicTree)
+    train: TrainBlocks = field(default_factory=TrainBlocks)
+    head: NewBlockHead = field(default_factory=NewBlockHead)
+
+
+class Method(BlockMethod):
+    """DFlash with a dynamic tree."""
+
+    Options: ClassVar[type] = Options
+    reads = "dflash"
+    label = "DFlash"
+    summary = "DFlash: one pass over a block of masks drafts all levels, dynamic tree"
+
+    @classmethod
+    def new_extras(cls, options: Any) -> Extras:
+        return Extras()
+
+    @classmethod
+    def new_from_anchor(cls) -> bool:
+        return False
+
+    @property
+    def training(self) -> BlockTraining:
+        train: TrainBlocks = self.options.train
+        return BlockTraining(train.anchors, train.gamma, train.objective, cross_entropy=1.0)
+
+
+def check_positive(option: str, value: object) -> None:
+    """OptionError for a value that is no number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise OptionError(f"{option} must be a number above 0, got {value!r}")

@@ -1,0 +1,217 @@
+"""DFlash and DSpark heads on disk: the published names are written out here; which token a slot predicts; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import zoo
+from eyas import drafters
+from eyas.checkpoints import load, save
+from eyas.core.target import Target
+from eyas.errors import CheckpointError
+
+D, INNER, V, R, H = 48, 80, 160, 6, 12  # sizes of zoo's llama; r of the Markov head; width of an attention head
+DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
+
+
+def tensors(markov: bool = False, confidence: bool = False, tables: bool = False) -> dict[str, Tensor]:
+    """A head of two layers that reads two features, under the published names."""
+    made = torch.Generator().manual_seed(0)
+    sizes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for i in range(2):
+        sizes |= {
+            f"layers.{i}.input_layernorm.weight": (D,),
+            f"layers.{i}.post_attention_layernorm.weight": (D,),
+            f"layers.{i}.self_attn.q_proj.weight": (48, D),
+            f"layers.{i}.self_attn.k_proj.weight": (24, D),
+            f"layers.{i}.self_attn.v_proj.weight": (24, D),
+            f"layers.{i}.self_attn.o_proj.weight": (D, 48),
+            f"layers.{i}.self_attn.q_norm.weight": (H,),
+            f"layers.{i}.self_attn.k_norm.weight": (H,),
+            f"layers.{i}.mlp.gate_proj.weight": (INNER, D),
+            f"layers.{i}.mlp.up_proj.weight": (INNER, D),
+            f"layers.{i}.mlp.down_proj.weight": (D, INNER),
+        }
+    if markov:
+        sizes |= {"markov_head.markov_w1.weight": (V, R), "markov_head.markov_w2.weight": (V, R)}
+    if confidence:
+        sizes |= {"confidence_head.proj.weight": (1, D + R), "confidence_head.proj.bias": (1,)}
+    if tables:
+        sizes |= {"embed_tokens.weight": (V, D), "lm_head.weight": (V, D)}
+    return {name: torch.randn(size, generator=made) for name, size in sizes.items()}
+
+
+def config(name: str, **more: Any) -> dict[str, Any]:
+    """A config.json as z-lab or DeepSpec write it."""
+    layer = {
+        "architectures": [name], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "hidden_size": D,
+        "intermediate_size": INNER, "vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": H, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 512,
+        "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False, "num_target_layers": 4,
+        "block_size": 5, "tie_word_embeddings": False,
+    }  # fmt: skip
+    ids: dict[str, Any] = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
+    if name == DFLASH:
+        return {**layer, "dflash_config": ids, **more}
+    heads = {"markov_rank": R, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+    return {**layer, **ids, **heads, "num_anchors": 512, **more}
+
+
+def lay(folder: Path, told: dict[str, Any], held: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(told))
+    save_file(held, folder / "model.safetensors")
+    return folder
+
+
+def published(name: str) -> dict[str, Tensor]:
+    return tensors() if name == DFLASH else tensors(markov=True, confidence=True, tables=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(zoo.FAMILIES["llama"]())
+
+
+@pytest.mark.parametrize(("name", "method", "from_anchor"), [(DFLASH, "dflash", False), (DSPARK, "dspark", True)])
+def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, method: str, from_anchor: bool) -> None:
+    """Guards the map of names, the layers (published: outputs) and the slots: DFlash's predict their own place, DSpark's the next one."""
+    held = published(name)
+    weights = load(lay(tmp_path, config(name), held))
+    assert weights.method == method
+    assert weights.config["feature_layers"] == (1, 2)
+    assert (weights.config["block"], weights.config["mask_token"], weights.config["from_anchor"]) == (5, 7, from_anchor)
+    pairs = {
+        "layers.1.self_attn.q_norm.weight": "layers.1.attention.q_norm.weight",
+        "layers.0.input_layernorm.weight": "layers.0.input_norm.weight",
+        "layers.0.post_attention_layernorm.weight": "layers.0.mlp_norm.weight",
+        "layers.1.mlp.down_proj.weight": "layers.1.mlp.down.weight",
+        "hidden_norm.weight": "hidden_norm.weight",
+    }
+    if name == DSPARK:
+        pairs |= {"markov_head.markov_w1.weight": "markov.before.weight", "markov_head.markov_w2.weight": "markov.after.weight"}
+        pairs |= {"confidence_head.proj.bias": "confidence.bias", "lm_head.weight": "head.weight", "embed_tokens.weight": "embed.weight"}
+    assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
+    assert len(weights.tensors) == len(held)
+    drafter: Any = drafters.find(method).load(weights, target)
+    assert drafter.plan.levels == (5 if from_anchor else 4)
+    assert drafter.feature_layers == (1, 2)
+    assert (drafter.net.head is not None) == (name == DSPARK)
+
+
+@pytest.mark.parametrize("name", [DFLASH, DSPARK])
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    """Guards the writer: what is read from what it wrote is the same, under the published names, and says which token a slot predicts."""
+    first = load(lay(tmp_path / "a", config(name, eyas={"target_fingerprint": "0a1:0.5"}), published(name)))
+    save(first, tmp_path / "b")
+    assert load_file(tmp_path / "b" / "model.safetensors").keys() == published(name).keys()
+    second = load(tmp_path / "b")
+    assert second.config == first.config
+    assert all(torch.equal(value, second.tensors[key]) for key, value in first.tensors.items())
+    told = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert told["architectures"] == [name]
+    assert told["sample_from_anchor"] == (name == DSPARK)
+
+
+def test_tables_that_are_the_targets(tmp_path: Path, target: Target) -> None:
+    """Guards DeepSpec's heads, which hold copies of the target's tables: these are not kept twice. Without them the target's are used."""
+    held = tensors(markov=True, confidence=True)
+    for tables in ({}, {"embed_tokens.weight": target.embed(torch.arange(V)), "lm_head.weight": target.family.head.weight.detach()}):
+        drafter: Any = drafters.find("dspark").load(load(lay(tmp_path, config(DSPARK), {**held, **tables})), target)
+        assert drafter.net.head is None
+        assert drafter.embed_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("told", "from_anchor"),
+    [
+        (config(DFLASH, sample_from_anchor=True), True),
+        (config(DFLASH, shift_label=True), True),
+        (config(DSPARK, sample_from_anchor=False), False),
+        (config("DSparkDraftModel", sample_from_anchor=True), True),
+        (config("DSparkDraftModel", shift_label=False), False),
+    ],
+)
+def test_the_flag_has_precedence(tmp_path: Path, told: dict[str, Any], from_anchor: bool) -> None:
+    """Guards the off-by-one: what config.json says is stronger than the class."""
+    held = tensors() if told["architectures"] == [DFLASH] else tensors(markov=True, confidence=True)
+    assert load(lay(tmp_path, told, held)).config["from_anchor"] == from_anchor
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (config("DSparkDraftModel"), "which token a slot"),
+        ({**config(DSPARK), "architectures": None}, "which token a slot"),
+        (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
+        (config(DSPARK, markov_head_type="gated"), "'gated'"),
+        (config(DSPARK, markov_rank=0), "reads the Markov head"),
+        (config("Gemma4DSparkModel"), "which token a slot"),
+        (config(DSPARK, is_causal=True), "earlier slots only"),
+        (config(DSPARK, layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
+        (config(DSPARK, attention_bias=True), "biases"),
+        (config(DSPARK, model_type="gemma4"), "qwen3"),
+        (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
+        (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
+        (config(DSPARK, mask_token_id=None), "mask_token_id"),
+        (config(DSPARK, block_size=1), "block_size"),
+    ],
+)
+def test_refusals_of_dspark(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(lay(tmp_path, told, tensors(markov=True, confidence=True)))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({**config(DFLASH), "architectures": None}, "which token a slot"),
+        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "projector_type": "domino"}), "domino"),
+        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "selector_rank": 64}), "DFlash 2"),
+        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": 2.0}), "scaled"),
+    ],
+)
+def test_refusals_of_dflash(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(lay(tmp_path, told, tensors()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers.1.self_attn.k_norm.weight": None}, r"missing layers\.1\.self_attn\.k_norm\.weight"),
+        ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"unexpected layers\.0\.self_attn\.q_proj\.bias"),
+        ({"fc.weight": torch.zeros(D, D)}, r"fc\.weight is \[48, 48\]"),
+        ({"norm.weight": torch.zeros(D, dtype=torch.int8)}, "quantised"),
+        ({"lm_head.weight": torch.zeros(V, D)}, r"unexpected lm_head\.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Tensor | None], message: str) -> None:
+    """Guards strict reading: a tensor that is missing, unknown or of another shape is named."""
+    held = {name: value for name, value in {**tensors(), **change}.items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        load(lay(tmp_path, config(DFLASH), held))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"num_target_layers": 36}, "number of target layers is 36, the target's 4"),
+        ({"vocab_size": 161}, "vocabulary is 161"),
+        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "another model"),
+        ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 1]}}, "160 embeddings"),
+    ],
+)
+def test_heads_of_another_target(tmp_path: Path, target: Target, told: dict[str, Any], message: str) -> None:
+    weights = load(lay(tmp_path, config(DFLASH, **told), tensors()))
+    with pytest.raises(CheckpointError, match=message):
+        drafters.find("dflash").load(weights, target)

@@ -6,6 +6,7 @@
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output tiny/eyas_tiny/weights
     python runs/make_tiny.py head      --model out/tiny/head --output tiny/eyas_tiny/weights/eagle1      (or eagle3)
     python runs/make_tiny.py widen     --model out/tiny/head3a --output out/tiny/head3w
+    python runs/make_tiny.py extend    --model tiny/eyas_tiny/weights/eagle3 --output out/tiny/head3e
     python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
 Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
@@ -288,6 +289,24 @@ def widen_stage(args: argparse.Namespace) -> None:
     checkpoints.save(weights, args.output)
 
 
+def extend_stage(args: argparse.Namespace) -> None:
+    """Let an EAGLE-3 head draft every token: the new rows of its lm_head are a linear function of the target's, fitted to the old rows."""
+    from eyas import checkpoints, tiny
+    from eyas.drafters.eagle3 import DRAFT_IDS
+
+    weights = checkpoints.load(args.model)
+    ids_v, rows_vD = weights.tensors.pop(DRAFT_IDS), weights.tensors["head.weight"].float()
+    target_VD = tiny.model().get_output_embeddings().weight.detach().float()
+    inputs_VE = torch.cat([target_VD, torch.ones(len(target_VD), 1)], dim=1)
+    head_VD = inputs_VE @ torch.linalg.lstsq(inputs_VE[ids_v], rows_vD).solution
+    error = (head_VD[ids_v] - rows_vD).norm() / rows_vD.norm()
+    head_VD[ids_v] = rows_vD
+    weights.tensors.update({name: value.float() for name, value in weights.tensors.items()} | {"head.weight": head_VD})
+    weights.config["draft_vocab_size"] = len(head_VD)
+    checkpoints.save(weights, args.output)
+    print(f"{len(ids_v):,} of {len(head_VD):,} rows as before; the fit misses them by {error:.0%} of their norm")
+
+
 @torch.no_grad()
 def report_stage(args: argparse.Namespace) -> None:
     """Held-out perplexity by position, distinct-3 and samples of the embedded model."""
@@ -342,6 +361,7 @@ def main() -> None:
     stage("quantise", quantise_stage, model, output)
     stage("head", head_stage, model, output)
     stage("widen", widen_stage, model, output)
+    stage("extend", extend_stage, model, output)
     stage("report", report_stage, output, data[0], ("--book", dict(type=Path)))
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),

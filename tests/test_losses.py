@@ -14,8 +14,9 @@ from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.losses import draft_cross_entropy, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
+from eyas.losses import draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
 from eyas.nn import Documents
+from eyas.objectives import OBJECTIVES
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -180,9 +181,22 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
         torch.testing.assert_close(parameters[name].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss and the overlap of each row by their formulas, for autograd."""
+    q = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    overlap = torch.stack([torch.minimum(row_p * part, row_q).sum() for row_p, part, row_q in zip(p, share, q, strict=True)])
+    if name == "distribution":
+        return -(p * q.log()).sum(-1), overlap
+    if name == "acceptance":
+        return -overlap.log(), overlap
+    weight = torch.exp(-3 * overlap.detach())
+    return weight * (p * (p / q).log()).sum(-1) + (1 - weight) * (1 - overlap), overlap
+
+
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 @pytest.mark.parametrize("reduced", [True, False])
-def test_through_a_trained_head(chunk: int, reduced: bool) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> None:
     """Against all logits at once: total, each guess, which count and which are right; gradients to hidden states and to the head."""
     generator = torch.Generator().manual_seed(4)
     answers, guesses, D, V = 6, 17, 5, 13
@@ -193,15 +207,17 @@ def test_through_a_trained_head(chunk: int, reduced: bool) -> None:
     true = torch.randn(answers, V, generator=generator, dtype=torch.float64) * 2
     answer = torch.randint(answers - 1, (guesses,), generator=generator)  # nothing is compared with the last answer
     weight = torch.rand(guesses, generator=generator, dtype=torch.float64)
-    mine = draft_cross_entropy(hidden, head, answer, weight, answers, lambda part: true[part], ids, chunk)
+    mine = draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], ids, chunk, objective)
     best = true.argmax(-1)
     p = (true if ids is None else true[:, ids]).softmax(-1)
     counts = torch.tensor([ids is None or int(b) in ids.tolist() for b in best])[answer]
     logits = hidden @ head.T
-    each = -(p[answer] * logits.log_softmax(-1)).sum(-1) * counts
-    total = (each * weight).sum()
+    share = torch.ones(answers, dtype=torch.float64) if ids is None else true.softmax(-1)[:, ids].sum(-1)
+    each, overlap = plain_objective(objective, p[answer], share[answer], logits)
+    total = (each * counts * weight).sum()
     torch.testing.assert_close(mine.total, total)
-    torch.testing.assert_close(mine.loss_K, each.detach())
+    torch.testing.assert_close(mine.loss_K, (each * counts).detach())
+    torch.testing.assert_close(mine.overlap_K, (overlap * counts).detach())
     assert mine.is_counted_K.tolist() == counts.tolist()
     chosen = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
     assert mine.is_correct_K.tolist() == ((chosen == best[answer]) & counts).tolist()
@@ -209,6 +225,39 @@ def test_through_a_trained_head(chunk: int, reduced: bool) -> None:
     assert bool(counts.all()) != reduced
     for one, other in zip(torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def draft_of(logits: Tensor, true: Tensor, objective: str) -> tuple[Tensor, Tensor]:
+    """The loss of draft logits [K, V] compared with the target's, row by row, and its gradient."""
+    rows, D = torch.arange(len(logits)), logits.shape[-1]
+    hidden = logits.clone().requires_grad_()
+    found = draft_losses(hidden, torch.eye(D), rows, torch.ones(len(rows)), len(rows), lambda part: true[part], objective=objective)
+    return found.loss_K, torch.autograd.grad(found.total, hidden)[0]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_target_itself_is_the_best_draft(objective: str) -> None:
+    """Every objective is least at q = p, and one step against the gradient gets nearer to it. Deterministic."""
+    generator = torch.Generator().manual_seed(7)
+    true, other = torch.randn(2, 5, 9, generator=generator)
+    loss, gradient = draft_of(other, true, objective)
+    assert (loss > draft_of(true, true, objective)[0] + 0.01).all()
+    assert (draft_of(other - 0.01 * gradient, true, objective)[0] < loss).all()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_distributions_that_do_not_overlap(objective: str) -> None:
+    """Logits so far apart that no probability is shared in float32: every loss and gradient stays finite."""
+    true, logits = torch.tensor([[0.0, -400.0, -400.0]]), torch.tensor([[-400.0, 0.0, -1.0]])
+    loss, gradient = draft_of(logits, true, objective)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_a_certain_target() -> None:
+    """Where the target is certain, the loss of acceptance is the cross-entropy (Samarin et al. 2026)."""
+    true, logits = torch.tensor([[0.0, -200.0, -200.0]]), torch.tensor([[0.5, 1.0, -1.0]])
+    torch.testing.assert_close(draft_of(logits, true, "acceptance"), draft_of(logits, true, "distribution"))
 
 
 def test_weighted_smooth_l1() -> None:

@@ -9,9 +9,10 @@ Two terms, both summed over the positions of a mask and divided by a normalizer 
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so
 that the logits of a whole batch never exist: it computes the gradient of each chunk of positions
 together with its value and keeps only that, [.., D] instead of [.., V]. Both read only the
-positions of the mask. `draft_cross_entropy` is the same for an LM head that is trained itself, over
-a draft vocabulary, where several steps of the training-time test are compared with one target
-distribution (EAGLE-3). Values and gradients are those of the plain formula.
+positions of the mask. `draft_losses` is the same for an LM head that is trained itself, over a
+draft vocabulary, where several steps of the training-time test are compared with one target
+distribution (EAGLE-3); it takes any of the objectives of `eyas.objectives`. Values and gradients are
+those of the plain formula.
 
 This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
 gradient.
@@ -31,7 +32,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DraftLosses", "draft_cross_entropy", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
+from eyas.objectives import OBJECTIVES, Objective
+
+__all__ = ["DraftLosses", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
@@ -122,17 +125,16 @@ def soft_cross_entropy_of(
 
 @dataclass(frozen=True)
 class DraftLosses:
-    """The result of `draft_cross_entropy`, for each draft prediction; only the total has a
-    gradient.
-    """
+    """The result of `draft_losses`, for each draft prediction; only the total has a gradient."""
 
     total: Tensor  # scalar: the weighted sum
-    loss_K: Tensor  # cross-entropy; 0 where the prediction does not count
+    loss_K: Tensor  # the objective; 0 where the prediction does not count
+    overlap_K: Tensor  # sum of min(p, q); 0 where the prediction does not count
     is_correct_K: Tensor  # bool: the draft's most likely token is the target's
     is_counted_K: Tensor  # bool: the target's most likely token is in the draft vocabulary
 
 
-def draft_cross_entropy(
+def draft_losses(
     hidden_KD: Tensor,
     head_vD: Tensor,
     position_K: Tensor,
@@ -141,12 +143,13 @@ def draft_cross_entropy(
     target_logits: Callable[[slice], Tensor],
     draft_ids_v: Tensor | None = None,
     chunk_elements: int | None = None,
+    objective: str = "distribution",
 ) -> DraftLosses:
-    """Cross-entropy over the draft vocabulary between a trained LM head's distribution and the
-    target's (EAGLE-3, section 3.2).
+    """A trained LM head's distribution over the draft vocabulary compared with the target's (EAGLE-3,
+    section 3.2).
 
-    The target's distribution is restricted to the draft vocabulary and renormalized; where its most
-    likely token is not in there, the prediction does not count. Logits exist for one chunk of
+    Where the target's most likely token is not in the draft vocabulary, the prediction does not
+    count. Logits exist for one chunk of
     positions at a time, and the target's logits of a position are computed once, however many
     predictions are compared with them.
 
@@ -160,13 +163,14 @@ def draft_cross_entropy(
         draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two vocabularies are
             the same.
         chunk_elements: draft logits in memory at a time.
+        objective: a name of `eyas.objectives.OBJECTIVES`.
     """
     elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # fits a CPU's cache; few GPU launches
     elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * head_vD.shape[0]
     needs_grad = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
     chunk_rows = _rows_in(elements, elements_per_position)
-    results = _CrossEntropyThroughDraftHead.apply(  # type: ignore[no-untyped-call]
-        hidden_KD, head_vD, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, needs_grad
+    results = _LossThroughDraftHead.apply(  # type: ignore[no-untyped-call]
+        hidden_KD, head_vD, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, OBJECTIVES[objective], needs_grad
     )
     return DraftLosses(*results)
 
@@ -237,7 +241,7 @@ class _CrossEntropyThroughHead(torch.autograd.Function):
         return gradient_MD * outer.to(gradient_MD.dtype), None, None, None, None
 
 
-class _CrossEntropyThroughDraftHead(torch.autograd.Function):
+class _LossThroughDraftHead(torch.autograd.Function):
     """The forward computes the gradients with respect to hidden states and LM head together with
     the value, chunk by chunk.
     """
@@ -253,13 +257,15 @@ class _CrossEntropyThroughDraftHead(torch.autograd.Function):
         target_logits: Callable[[slice], Tensor],
         draft_ids_v: Tensor | None,
         chunk_rows: int,
+        objective: Objective,
         needs_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         order_K = position_K.argsort(stable=True)
         firsts = torch.arange(0, positions + chunk_rows, chunk_rows, device=position_K.device)
         bounds = torch.searchsorted(position_K[order_K], firsts).tolist()
         dtype = torch.promote_types(head_vD.dtype, torch.float32)
         loss_K = torch.zeros(len(position_K), dtype=dtype, device=hidden_KD.device)
+        overlap_K = torch.zeros_like(loss_K)
         is_correct_K = torch.zeros(len(position_K), dtype=torch.bool, device=hidden_KD.device)
         is_counted_K = torch.zeros_like(is_correct_K)
         grad_hidden_KD = torch.zeros_like(hidden_KD)
@@ -269,40 +275,42 @@ class _CrossEntropyThroughDraftHead(torch.autograd.Function):
             if low == high:
                 continue
             rows_n = order_K[low:high]  # the predictions that are compared with this chunk of positions
-            best_C, p_Cv = _restricted(target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v)
-            chunk_row_n = position_K[rows_n] - first
-            hidden_nD, p_nv, best_n = hidden_KD[rows_n], p_Cv[chunk_row_n], best_C[chunk_row_n]
+            best_C, p_Cv, share_C = _restricted(target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v)
+            row_n = position_K[rows_n] - first
+            hidden_nD, best_n = hidden_KD[rows_n], best_C[row_n]
             logits_nv = F.linear(hidden_nD, head_vD)
-            log_q_nv = _at_least_float32(logits_nv).log_softmax(-1)
             is_counted_n = best_n >= 0
-            loss_K[rows_n] = (p_nv * log_q_nv).sum(-1).neg_() * is_counted_n
+            loss_n, overlap_n, grad_nv = objective(p_Cv[row_n], share_C[row_n], _at_least_float32(logits_nv).log_softmax(-1))
+            loss_K[rows_n], overlap_K[rows_n] = loss_n * is_counted_n, overlap_n * is_counted_n
             is_correct_K[rows_n] = (logits_nv.argmax(-1) == best_n) & is_counted_n
             is_counted_K[rows_n] = is_counted_n
             if needs_grad:
-                grad_nv = log_q_nv.exp_().sub_(p_nv).mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
+                grad_nv = grad_nv.mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
                 grad_hidden_KD[rows_n] = (grad_nv @ head_vD).to(grad_hidden_KD.dtype)
                 grad_head_vD += grad_nv.T @ hidden_nD
         ctx.save_for_backward(grad_hidden_KD, grad_head_vD.to(head_vD.dtype))
-        ctx.mark_non_differentiable(loss_K, is_correct_K, is_counted_K)
-        return (loss_K * weight_K).sum(), loss_K, is_correct_K, is_counted_K
+        ctx.mark_non_differentiable(loss_K, overlap_K, is_correct_K, is_counted_K)
+        return (loss_K * weight_K).sum(), loss_K, overlap_K, is_correct_K, is_counted_K
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_KD, grad_head_vD = ctx.saved_tensors
-        return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head_vD * outer.to(grad_head_vD.dtype), *[None] * 7
+        return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head_vD * outer.to(grad_head_vD.dtype), *[None] * 8
 
 
-def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p
-    over the draft vocabulary [C, v].
+def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
+    draft vocabulary [C, v], and the share of the target's distribution that is in there [C].
     """
-    best_C = true_CV.argmax(-1)
+    best_C, true_CV = true_CV.argmax(-1), _at_least_float32(true_CV)
     if draft_ids_v is None:
-        return best_C, _at_least_float32(true_CV).softmax(-1)
+        return best_C, true_CV.softmax(-1), true_CV.new_ones(len(true_CV))
     draft_id_C = torch.searchsorted(draft_ids_v, best_C).clamp(max=len(draft_ids_v) - 1)
     is_known_C = draft_ids_v[draft_id_C] == best_C
-    return torch.where(is_known_C, draft_id_C, -1), _at_least_float32(true_CV[:, draft_ids_v]).softmax(-1)
+    known_Cv = true_CV[:, draft_ids_v]
+    share_C = (known_Cv.logsumexp(-1) - true_CV.logsumexp(-1)).exp()
+    return torch.where(is_known_C, draft_id_C, -1), known_Cv.softmax(-1), share_C
 
 
 def _rows_in(elements: int, row_elements: int) -> int:

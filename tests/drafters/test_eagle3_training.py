@@ -117,7 +117,7 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
     counted[torch.tensor([0, 1, 9, 10, 13, 14])] = False  # nothing foresees the first two of a document
     features = torch.cat([target.encode(part[None], drafter.train_feature_layers)[0] for part in ids.split(lengths)])
     whole = drafter.loss(Batch(ids, features, counted, Documents(lengths)))
-    total, count, right = 0.0, 0, 0
+    total, count, right, overlap = 0.0, 0, 0, [0.0, 0.0, 0.0]
     for part, feature, mark in zip(ids.split(lengths), features.split(lengths), counted.split(lengths), strict=True):
         n = len(part)
         with torch.no_grad():
@@ -139,9 +139,11 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
                 total += 0.8**i * float(-(p * log_q).sum() + 0.5 * near)
                 count += i == 0
                 right += i == 0 and int(log_q.argmax()) * 2 == best
+                overlap[i] += float(torch.minimum(true[u - 1].softmax(-1)[::2], log_q.exp()).sum())
     assert float(whole.total.detach()) == pytest.approx(total, rel=1e-4)
     assert int(whole.count) == count > 0
     assert int(whole.sums["accuracy"]) == right
+    assert [float(whole.sums[name]) for name in ("overlap", "overlap at step 3")] == pytest.approx([overlap[0], overlap[2]], rel=1e-4)
 
 
 def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:

@@ -24,7 +24,7 @@ from eyas.core.tree import Choices, Draft, TargetOutput, Tree, Verdict
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
-from eyas.losses import draft_cross_entropy
+from eyas.losses import draft_losses
 
 __all__ = [
     "FeatureSession", "HeadCount", "HeadsTree", "RankTree", "best_children", "current_objective", "heads_loss", "lm_head_like"
@@ -198,7 +198,7 @@ def heads_loss(
         hidden_MD, weight_VD = read(k, rows_M)
         every_M = torch.arange(M, device=device)
         weight_M = torch.full_like(every_M, decay**k, dtype=torch.float)
-        guesses = draft_cross_entropy(hidden_MD, weight_VD, every_M, weight_M, M, teacher)
+        guesses = draft_losses(hidden_MD, weight_VD, every_M, weight_M, M, teacher)
         total = total + guesses.total
         right[k] = guesses.is_correct_K.sum()
         if k == 0:

@@ -47,10 +47,11 @@ from eyas.drafters._nets import (
     seeded,
     target_layer_shape,
 )  # fmt: skip
-from eyas.drafters._options import check_whole
+from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
-from eyas.losses import DraftLosses, draft_cross_entropy, weighted_smooth_l1
+from eyas.losses import DraftLosses, draft_losses, weighted_smooth_l1
 from eyas.nn import LayerShape
+from eyas.objectives import OBJECTIVES
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -69,6 +70,9 @@ class TrainingTimeTest:
     feature: Annotated[float, TRAINING] = 0.0
     """Weight of a smooth L1 between what the head reads and what the target's head reads
     (EAGLE-1)."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
+    which train the probability that a drawn token is accepted."""
 
     def __post_init__(self) -> None:
         check_whole("ttt", 1, steps=self.steps)
@@ -76,6 +80,7 @@ class TrainingTimeTest:
             raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
         if not isinstance(self.feature, int | float) or not 0 <= self.feature < float("inf"):
             raise OptionError(f"ttt.feature must be 0 or more, got {self.feature!r}")
+        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))
 
 
 @dataclass(frozen=True)
@@ -271,8 +276,8 @@ class Method(DynamicEagle):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy with the target's distribution over the draft vocabulary, summed over the steps of the training-time test
-        (section 3.2).
+        """The objective, by default the cross-entropy with the target's distribution over the draft vocabulary, summed over the steps
+        of the training-time test (section 3.2).
 
         Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own best token is in
         the draft vocabulary. The count of the loss is that of step 0: each token once.
@@ -291,9 +296,11 @@ class Method(DynamicEagle):
             batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test
         )  # fmt: skip
         total, first_K = guesses.total, step_K == 0
-        sums = {"accuracy": guesses.is_correct_K[first_K].sum()}
+        sums = {"accuracy": guesses.is_correct_K[first_K].sum(), "overlap": guesses.overlap_K[first_K].sum()}
         if test.steps > 1:
-            sums[f"accuracy at step {test.steps}"] = guesses.is_correct_K[step_K == test.steps - 1].sum()
+            last_K = step_K == test.steps - 1
+            sums[f"accuracy at step {test.steps}"] = guesses.is_correct_K[last_K].sum()
+            sums[f"overlap at step {test.steps}"] = guesses.overlap_K[last_K].sum()
         if test.feature:
             if self.shape.hidden_size != self.target.hidden_size:
                 raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
@@ -327,8 +334,9 @@ class Method(DynamicEagle):
         checkpointing = bool(self.gradient_checkpointing)
         hidden = self.net.training_time_test(features_NF, embed, rows_M, batch.documents, test.steps, checkpointing)
         normed_KD = self.net.normed(torch.stack(hidden)[step_K, row_K])
-        guesses = draft_cross_entropy(
-            normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v
+        guesses = draft_losses(
+            normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v,
+            objective=test.objective,
         )  # fmt: skip
         return guesses, normed_KD
 

@@ -5,6 +5,7 @@
     python runs/serve_load.py --parts long --prompt-tokens 8192 --output FILE.json               a long prompt among short ones
         --beside "transformers serve=.venv-clients/bin/transformers serve {model} --port {port} --device cpu --dtype float32"
         --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
+        --only off,auto                            contestants whose names hold one of these words
 
 All servers run all the time and are asked one after the other, another one first in every round, so that drift of the machine hits
 all alike; before each turn the script waits until all are idle. The clients are one process beside them (runs/_serve_client.py), on the
@@ -265,6 +266,7 @@ def main() -> None:
         tree="4/3/1",
         prompt_tokens=0,
         options="",
+        only="",
     )
     made.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     made.add_argument("--beside", action="append", default=[], metavar="NAME=COMMAND")
@@ -277,7 +279,8 @@ def main() -> None:
     if args.prompt_tokens:
         args.target, args.draft = model, args.draft or os.path.relpath(tiny.HEADS[tiny.BEST])
     prompts = [rendered(llm, prompt.turns[0]) for prompt in bundled_prompts()]
-    entered = contestants(args)
+    words = [word.strip() for word in args.only.split(",") if word.strip()]
+    entered = [one for one in contestants(args) if not words or any(word in one.name for word in words)]
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}
     rows = Rows(args.output.with_suffix(".raw.jsonl"), {k: str(v) for k, v in settings.items()})
     meter = Meter(llm, prompts, model, args)

@@ -137,6 +137,9 @@ class Now:
     def observe(self, steps: Any) -> None:
         assert steps
 
+    def observe_prompt(self, tokens: int, seconds: float | None) -> None:
+        assert tokens
+
     def is_dormant(self, rows: int) -> bool:
         return True
 

@@ -25,7 +25,7 @@ from transformers import (
 
 import zoo
 from eyas.core import families
-from eyas.core.families import FULL, SLIDING, Family, describe, embed, head
+from eyas.core.families import CHUNKED, FULL, SLIDING, Family, describe, embed, head
 from eyas.errors import ModelError
 
 LENGTH = 40  # longer than two windows
@@ -57,7 +57,10 @@ def masks(family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor) -
         windowed = additive(allowed_NN & (positions_N[:, None] - positions_N[None, :] < family.window))
     if not family.mask_kinds:
         return windowed
-    return {kind: windowed if kind == SLIDING else full for kind in family.mask_kinds}
+    of_kind = {FULL: full, SLIDING: windowed}
+    if family.chunk is not None:
+        of_kind[CHUNKED] = additive(allowed_NN & (positions_N[:, None] // family.chunk == positions_N[None, :] // family.chunk))
+    return {kind: of_kind[kind] for kind in family.mask_kinds}
 
 
 def additive(allowed_NN: torch.Tensor) -> torch.Tensor:
@@ -172,6 +175,9 @@ FACTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {},
     "gpt_oss": {"mask_kinds": BOTH, "window": zoo.WINDOW},
+    "gemma4": {"mask_kinds": BOTH, "window": zoo.WINDOW, "softcap": 4.0, "shares_keys": True},
+    "llama4": {"mask_kinds": (CHUNKED, FULL), "chunk": zoo.WINDOW},
+    "deepseek_v3": {},
 }
 
 
@@ -179,7 +185,7 @@ FACTS: dict[str, dict[str, Any]] = {
 def test_facts(name: str) -> None:
     """The zoo must keep exercising every fact: a release that drops an option silently would leave its test empty."""
     _, family = served(name)
-    plain = {"mask_kinds": (), "window": None, "softcap": None, "logit_scale": 1.0, "embed_scale": 1.0}
+    plain = {"mask_kinds": (), "window": None, "chunk": None, "shares_keys": False, "softcap": None, "logit_scale": 1.0, "embed_scale": 1.0}
     assert {fact: getattr(family, fact) for fact in plain} == plain | FACTS[name]
 
 
@@ -189,6 +195,20 @@ def test_window_matters(name: str) -> None:
     model, family = served(name)
     for wrong in (zoo.WINDOW - 1, zoo.WINDOW + 1, None):
         assert plain_gap(model, dataclasses.replace(family, window=wrong)) > 1e-3
+
+
+def test_chunk_matters() -> None:
+    """Guards the tests of masks: another size of chunks, or none, must show."""
+    model, family = served("llama4")
+    for wrong in (zoo.WINDOW - 1, zoo.WINDOW + 1, 512):
+        assert plain_gap(model, dataclasses.replace(family, chunk=wrong)) > 1e-3
+
+
+def test_context_of_queries_that_are_scaled_by_slots() -> None:
+    """Llama 4 scales the queries of layers without RoPE from position `floor_scale` - 1 on, by slot numbers."""
+    options = {"layer_types": ["chunked_attention", "full_attention"] * 2, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}
+    family = describe(zoo.tiny("llama4_text", floor_scale=100, **options))
+    assert (family.context, "slot numbers" in family.context_reason) == (99, True)
 
 
 @pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.SWITCHING])
@@ -241,7 +261,6 @@ T5 = {"vocab_size": zoo.VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers
 # Case -> how to build the model, the type that the message names, what else the message says.
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], str, str]] = {
     **{name: (make, name, "where it cannot be put back") for name, make in zoo.REFUSED.items()},
-    "chunked": altered("llama4_text", "chunked attention is not supported yet", intermediate_size_mlp=40, interleave_moe_layer_step=2),
     "alibi in the code": altered("bloom", "ALiBi", eager=True, n_head=4),
     "alibi in the options": altered("falcon", "ALiBi", eager=True, alibi=True),
     "own slot mask": altered("gpt_neo", "slot numbers", eager=True, num_heads=4, attention_types=[[["global", "local"], 2]]),

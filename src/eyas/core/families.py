@@ -13,6 +13,9 @@ tree:
                      query 3         . x x x .       window 3: itself and the two before it
                      query 4         . . x x x
 
+    chunk        layers of kind "chunked_attention" (Llama 4): a query sees the earlier keys of its own chunk of positions,
+                 i // chunk == j // chunk
+
     softcap, logit_scale, embed_scale   operations around the lm_head and the embedding (see `head` and `embed`)
 
 Masks are additive floats: 0 where attention is allowed, the lowest number of the dtype elsewhere.
@@ -42,15 +45,15 @@ from eyas.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["FULL", "SLIDING", "Family", "describe", "embed", "head"]
+__all__ = ["CHUNKED", "FULL", "SLIDING", "Family", "describe", "embed", "head"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 
 # ---------------------------------------------------------------------------------------------- the tables
 
 STATE = "its recurrent state lies inside of its modules or in a cache of its own, where it cannot be put back when a draft is rejected"
-CHUNKED = "chunked attention is not supported yet"
 SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask cannot change"
 ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
 SLOTS = "it masks attention by slot numbers of its own, which a tree's mask cannot change"
@@ -62,7 +65,6 @@ REFUSED_TYPES: Mapping[str, str] = {
         ("minimax", "recurrent_gemma", "rwkv", "xlstm"),
         STATE,
     ),
-    **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     "gpt_neo": SLOTS,
     **dict.fromkeys(("openai-gpt", "xlm"), NO_MASK),
@@ -81,9 +83,8 @@ REFUSED_KINDS: Mapping[str, str] = {
         ),
         SPARSE,
     ),
-    "chunked_attention": CHUNKED,
 }
-SERVED_KINDS = (FULL, SLIDING)
+SERVED_KINDS = (FULL, SLIDING, CHUNKED)
 STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")  # layers with recurrent or convolutional state (core/recurrent.py)
 MASKLESS_KINDS = ("mlp", "moe")  # layers that attend to nothing
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
@@ -115,6 +116,7 @@ class Family:
     model_type: str
     mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys that the dict of masks must have
     window: int | None  # positions that a windowed layer sees, the query's own included
+    chunk: int | None  # positions of a chunk, where some layers see their own chunk only
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     logit_scale: float  # logits are multiplied by it before the softcap
     embed_scale: float  # the output of the embedding module is multiplied by it before the first layer
@@ -124,6 +126,7 @@ class Family:
     embedding: nn.Module  # token ids -> embeddings before embed_scale
     context: int  # positions that a request may use, prompt and new tokens and drafts together
     context_reason: str  # why `context` is smaller than what the model accepts; "" where it is not
+    shares_keys: bool  # its last layers read the keys of earlier ones (Gemma 3n and 4)
     has_states: bool  # some layers have recurrent or convolutional state
     has_attention: bool  # some layers attend, so that masks and positions go in
     cache_argument: str  # the name under which its forward takes a cache
@@ -181,6 +184,7 @@ def describe(model: PreTrainedModel) -> Family:
         model_type=config.model_type,
         mask_kinds=mask_kinds,
         window=_window(config, mask_kinds, code),
+        chunk=getattr(config, "attention_chunk_size", None) if CHUNKED in mask_kinds else None,
         softcap=_first(config, SOFTCAPS),
         logit_scale=_scale(config, LOGIT_SCALES),
         embed_scale=_scale(config, EMBED_SCALES),
@@ -190,6 +194,7 @@ def describe(model: PreTrainedModel) -> Family:
         embedding=ends.get_input_embeddings(),
         context=context,
         context_reason=reason,
+        shares_keys=bool(getattr(config, "num_kv_shared_layers", 0)),
         has_states=has_states,
         has_attention=has_attention,
         cache_argument=cache_argument,
@@ -284,17 +289,21 @@ def _names_of(code: CodeType | None) -> Iterator[str]:
 
 def _decoder(model: Any) -> nn.Module:
     """The text decoder: the base model, or the language model inside of a multi-modal one."""
-    decoder: nn.Module = model.get_decoder()
-    base: nn.Module = model.base_model
-    return base if decoder is None or decoder is model else decoder
+    decoder: Any = model.get_decoder()
+    if decoder is None or decoder is model:
+        decoder = model.base_model
+    has_head = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
+    base: nn.Module = getattr(decoder, "model", decoder) if has_head else decoder  # Llama 4's own methods return the model with its head
+    return base
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
     """The decoder layers: the outermost list with as many modules as the configuration has layers."""
     count = config.num_hidden_layers
+    counts = (count, getattr(config, "num_layers", count))  # LongCat's configuration counts its attentions, two in each layer
     lists = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     for _, module in sorted(lists, key=lambda pair: pair[0]):
-        if len(module) == count:
+        if len(module) in counts:
             return module
     raise _refusal(config, f"no list of its {count} decoder layers was found in {type(base).__name__}")
 
@@ -319,6 +328,8 @@ def _context(config: Any, has_attention: bool) -> tuple[int, str]:
     context = getattr(config, "max_position_embeddings", None if has_attention else UNLIMITED)
     if not isinstance(context, int) or context < 1:
         raise _refusal(config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}")
+    if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)) and scale - 1 < context:
+        return int(scale) - 1, f"from position {scale - 1} on, layers without RoPE scale their queries by slot numbers"
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if "dynamic" in kind:

@@ -263,8 +263,17 @@ class Target:
             self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True) for k in feature_layers if k < self.num_layers
         ]
         hooks = [*inner, *([self.family.base.register_forward_hook(after)] if self.num_layers in feature_layers else [])]
+
+        def features() -> Tensor:
+            if any(caught[k].ndim != 3 for k in feature_layers):
+                raise ModelError(
+                    f"the layers of a {self.family.model_type} pass on several streams of hidden states, not one, so its inner features "
+                    "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
+                )
+            return torch.cat([caught[k] for k in feature_layers], dim=-1)
+
         try:
-            yield lambda: torch.cat([caught[k] for k in feature_layers], dim=-1)
+            yield features
         finally:
             for hook in hooks:
                 hook.remove()
@@ -539,7 +548,10 @@ class ModelRunner:
 
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target = work.target
-        extra: dict[str, Any] = {"logits_to_keep": 1} if work.last_only and target._keeps_logits else {}
+        extra: dict[str, Any] = {}
+        if work.last_only and target._keeps_logits:  # given a number, layers that share keys (Gemma 4) leave out the other tokens' features
+            last = work.tokens_RQ.shape[1] - 1
+            extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
         with target.tap(work.feature_layers) as features:
             if target.family.has_attention:
                 extra |= {"attention_mask": _masks(work), "position_ids": work.position_RQ}
@@ -567,15 +579,20 @@ def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
         mask = torch.zeros(allowed.shape, dtype=work.target.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(work.target.dtype).min)[:, None]
 
-    def windowed() -> Tensor:
-        assert family.window is not None
-        new_RQ = length_R[:, None] + work.depth_RT[:, -visible_RQT.shape[1] :]
-        distance_RQW = new_RQ[..., None] - slot_positions(length_R, work.depth_RT, width)[:, None]
-        return additive(allowed_RQW & (distance_RQW < family.window))
+    def near(apart: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        new_RQ1 = (length_R[:, None] + work.depth_RT[:, -visible_RQT.shape[1] :])[..., None]
+        return additive(allowed_RQW & apart(new_RQ1, slot_positions(length_R, work.depth_RT, width)[:, None]))
+
+    def of_kind(kind: str) -> Tensor:
+        if kind == families.SLIDING and (window := family.window) is not None:
+            return near(lambda query, key: query - key < window)
+        if kind == families.CHUNKED and (chunk := family.chunk) is not None:
+            return near(lambda query, key: query // chunk == key // chunk)
+        return additive(allowed_RQW)
 
     if not family.mask_kinds:
-        return additive(allowed_RQW) if family.window is None else windowed()
-    return {kind: windowed() if kind == "sliding_attention" else additive(allowed_RQW) for kind in family.mask_kinds}
+        return of_kind(families.SLIDING)
+    return {kind: of_kind(kind) for kind in family.mask_kinds}
 
 
 def fingerprint_of(model: nn.Module) -> str:

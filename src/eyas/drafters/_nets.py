@@ -129,18 +129,27 @@ def layer_config(shape: LayerShape) -> dict[str, Any]:
 
 
 def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
-    """A layer of the target's sizes; `sizes` replaces some of them."""
-    config = target.model.config
-    heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // 64)
-    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some of them."""
+    config = target.model.config.get_text_config(decoder=True)
+    heads = _size(config, "num_attention_heads") or max(1, target.hidden_size // 64)
+    head_dim = _size(config, "head_dim") or max(2, target.hidden_size // heads)
     rope = getattr(config, "rope_parameters", None) or {}
     like = {
         "hidden_size": target.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        "intermediate_size": _size(config, "intermediate_size") or 4 * target.hidden_size,
         "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_kv_heads": _size(config, "num_key_value_heads") or heads,
         "head_dim": head_dim + head_dim % 2,
         "rms_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "rope_theta": float(rope.get("rope_theta") or 10_000.0),
     }
     return LayerShape(**{**like, **sizes})
+
+
+def _size(config: Any, name: str) -> int | None:
+    """A size of the configuration; None if there is none, or if it differs from layer to layer (Gemma 3n and 4)."""
+    try:
+        size = getattr(config, name, None)
+    except RuntimeError:  # transformers raises one for a size that differs from layer to layer
+        return None
+    return size if isinstance(size, int) else None

@@ -1,0 +1,177 @@
+"""Try eyas on a tiny random model of every causal language model of transformers; make docs/families.md from the record.
+
+    python runs/families.py --output docs/results/families.json                     tries all types that were not tried yet
+    python runs/families.py --output docs/results/families.json --again llama,opt   tries these types again
+    python runs/families.py --page                                                  only makes the page from the record
+    python runs/families.py --check                                                 exit status 1 when the page is not what the record says
+
+Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a hang of one does not stop the others.
+What was found is kept in out/families.jsonl; the same command goes on behind it. With another version of transformers, move it away.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import _families
+import torch
+import transformers
+from _common import Rows, parser, run, write
+from rich.progress import MofNCompleteColumn, Progress
+
+from eyas.files import write_text
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RECORD, PAGE = DOCS / "results" / "families.json", DOCS / "families.md"
+SECONDS, GIB = 240, 8  # limits of one trial: seconds of the processor, and of memory
+
+SECTIONS = {
+    "full": "Full attention",
+    "sliding": "Sliding windows, or both",
+    "latent": "Multi-head latent attention",
+    "recurrent": "Recurrent or convolutional state",
+    "chunked": "Chunked attention",
+    "sparse": "Sparse attention",
+    "alibi": "ALiBi",
+    "encoder": "Encoders as decoders, and decoders of encoder-decoder models",
+}
+VERDICTS = {
+    "trees": "trees",
+    "chains": "chains only",
+    "wrong": "**other tokens**",
+    "refused": "refused",
+    "fails": "**fails**",
+    "not made": "not tried",
+}
+Record = dict[str, Any]
+
+
+# --- the trials ----------------------------------------------------------------------------------------
+
+
+def try_all(output: Path, only: set[str], again: set[str]) -> None:
+    """Try every type that has no row yet, and write the record."""
+    settings = {"transformers": transformers.__version__, "prompts": _families.PROMPTS, "new_tokens": _families.NEW}
+    rows = Rows(Path("out") / f"{output.stem}.jsonl" if not output.is_absolute() else output.with_suffix(".jsonl"), settings)
+    causal = _families.causal_types()
+    texts = {name: _families.text_type(name) for name in sorted({*causal, *_families.multimodal_types()})}
+    types = sorted(only or {texts[name] for name in causal})
+    torch.set_num_threads(1)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), transient=True) as bar:
+        task = bar.add_task("families", total=len(types))
+        for model_type in types:
+            bar.update(task, description=model_type)
+            if (model_type,) not in rows or model_type in again:
+                rows.add((model_type,), in_a_process(model_type))
+            bar.advance(task)
+    families = {row["key"][0]: {k: v for k, v in row.items() if k != "key"} for row in rows.of()}
+    wrappers = {name: text for name, text in texts.items() if name != text and text in families}
+    made = {"date": datetime.now(UTC).date().isoformat(), "families": dict(sorted(families.items())), "text_models": wrappers}
+    write(output, made, quiet=True)
+
+
+def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
+    """The result of `_families.trial` in a process that is forked for it; "fails" with the reason if it ends in any other way."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(model_type, there, seconds))
+    process.start()
+    there.close()
+    try:
+        found: Record = here.recv() if here.poll(4 * seconds) else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
+    except EOFError:
+        process.join()
+        how = "time" if process.exitcode == -9 else f"exit status {process.exitcode}"
+        found = {"attention": "full", "verdict": "fails", "why": f"its process ended without a result ({how})"}
+    process.kill()
+    process.join()
+    return found
+
+
+def _answer(model_type: str, there: Connection, seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (GIB * 2**30, GIB * 2**30))
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    there.send({"attention": _families.attention_of(model_type), **_families.trial(model_type)})
+    there.close()
+
+
+# --- the page ------------------------------------------------------------------------------------------
+
+HEAD = """# Model families
+
+Every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers {transformers}: a tiny random model of
+each, tried on {date} with torch {torch}.
+
+    {command}
+
+makes this page from [its record](results/families.json). *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so
+do branching trees of a drafter that knows the answers (accepted paths of several nodes, rows of different ages), prompt lookup, and a random EAGLE-3 head. *refused*: eyas says so in one line when the model is loaded. *not tried*: no tiny model could be made by shrinking the
+type's default configuration; such a model may work. Kernels: eyas' C++ kernels run it; others run by their own forward.
+
+Tiny random models show masks, positions, caches and states; they cannot show a real checkpoint's files, remote code or size.
+
+"""
+
+
+def page(record: Record) -> str:
+    """The Markdown page of a record."""
+    families: Mapping[str, Record] = record["families"]
+    text = HEAD.format(**record["machine"], date=record["date"], command=record["command"])
+    counts = {verdict: sum(row["verdict"] == verdict for row in families.values()) for verdict in VERDICTS}
+    text += f"{len(families)} types: " + ", ".join(f"{count} {VERDICTS[v].strip('*')}" for v, count in counts.items() if count) + ".\n"
+    for kind, title in SECTIONS.items():
+        rows = {name: row for name, row in families.items() if row["attention"] == kind}
+        if rows:
+            text += f"\n## {title}\n\n" + table(("type", "eyas", "kernels", "why"), (line(name, row) for name, row in rows.items()))
+    text += "\n## Multimodal types\n\nThe text model decides; eyas decodes the text that follows.\n\n"
+    lines = ((f"`{name}`", f"`{inner}`", VERDICTS[families[inner]["verdict"]]) for name, inner in record["text_models"].items())
+    return text + table(("type", "its text model", "eyas"), lines)
+
+
+def line(name: str, row: Record) -> tuple[str, ...]:
+    why = row.get("why", "").replace("|", "\\|").replace("<", "&lt;")
+    return f"`{name}`", VERDICTS[row["verdict"]], "yes" if row.get("kernels") else "", why
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (heads, ["---"] * len(heads), *map(list, rows)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = parser(__doc__, only="", again="")
+    made.set_defaults(output=RECORD)
+    next(action for action in made._actions if action.dest == "output").required = False
+    made.add_argument("--page", action="store_true", help="try nothing")
+    made.add_argument("--check", action="store_true", help="try nothing, write nothing")
+    args = made.parse_args(arguments)
+    only, again = ({name for name in text.split(",") if name} for text in (args.only, args.again))
+    if not args.page and not args.check:
+        try_all(args.output, only, again)
+    wanted = page(json.loads(args.output.read_text(encoding="utf-8")))
+    place = PAGE if args.output == RECORD or args.output.resolve() == RECORD else args.output.with_suffix(".md")
+    if args.check:
+        return int(place.read_text(encoding="utf-8") != wanted)
+    write_text(place, wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(main())
+    run(main)

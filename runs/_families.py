@@ -35,19 +35,18 @@ SIZES: dict[str, Any] = {
     "num_layers": L, "ffn_dim": 80, "d_ff": 80, "dim": 48, "ffn_hidden_size": 80, "max_seq_len": 512, "max_target_positions": 512,
     "decoder_layers": L, "decoder_attention_heads": 4, "decoder_ffn_dim": 80, "encoder_layers": 1, "encoder_attention_heads": 4,
     "encoder_ffn_dim": 80, "sliding_window": zoo.WINDOW, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2,
     "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_expert_group": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 12,
     "attention_chunk_size": zoo.WINDOW, "type_vocab_size": 2, "embedding_size": 48, "attention_window_size": zoo.WINDOW,
     "first_k_dense_replace": 1, "mlp_hidden_size": 80, "rotary_dim": 8,
 }  # fmt: skip
 LATENT: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 4}  # multi-head latent attention
-LONG_TEXT = {"max_position_embeddings": zoo.CONTEXT}
+ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **{name: {"pad_token_id": 1} for name in ROBERTAS},
     "cpmant": {"prompt_types": 4, "prompt_length": 4, "dim_ff": 80, "dim_head": 12},
-    **dict.fromkeys(
-        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"), {"pad_token_id": 1}
-    ),
     "ctrl": {"dff": 80},
     "deepseek_v2": {"num_experts_per_tok": 2, **LATENT},
     "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_routed_experts": 4},
@@ -55,13 +54,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": zoo.ALTERNATING * 2, "num_hidden_layers": 8, "num_kv_shared_layers": 4, "vocab_size_per_layer_input": zoo.VOCAB,
         "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 8, "intermediate_size": [80] * 8, "laurel_rank": 8,
     },
-    "gemma4_text": {"vocab_size_per_layer_input": zoo.VOCAB, "hidden_size_per_layer_input": 8, "global_head_dim": 24, "layer_types": zoo.ALTERNATING},
+    "gemma4_text": {
+        "vocab_size_per_layer_input": zoo.VOCAB, "hidden_size_per_layer_input": 8, "global_head_dim": 24, "layer_types": zoo.ALTERNATING
+    },
     "gemma4_unified_text": {"global_head_dim": 24},
-    "llama4_text": {"intermediate_size_mlp": 40, "interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"] * 2},
+    "llama4_text": {
+        "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"] * 2
+    },
     "longcat_flash": {"zero_expert_num": 2},
     "roc_bert": {"shape_vocab_size": 50, "shape_embed_dim": 16, "pronunciation_vocab_size": 50, "pronunciation_embed_dim": 16},
     "rembert": {"input_embedding_size": 48, "output_embedding_size": 48},
     "stablelm": {"rope_parameters": {**zoo.ROPE, "rope_type": "default", "partial_rotary_factor": 0.5}},
+    "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }  # fmt: skip
 RECURRENT = ("minimax", "recurrent_gemma", "rwkv", "xlstm", "qwen4_exp_text")
 DRAFTERS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -85,7 +89,7 @@ def text_type(model_type: str) -> str:
     """The type of the text model inside a model of this type; the type itself if it is one, or cannot be told."""
     try:
         return str(AutoConfig.for_model(model_type).get_text_config(decoder=True).model_type)
-    except Exception:
+    except Exception:  # some configurations have no defaults
         return model_type
 
 
@@ -94,7 +98,9 @@ def small_options(model_type: str) -> dict[str, Any]:
     config = AutoConfig.for_model(model_type)
     fields = config.to_dict()
     known = set(fields) | set(type(config).attribute_map)
-    layers = next((fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers") if name in fields), 0)
+    layers = next(
+        (fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers") if name in fields), 0
+    )
     options = {name: size for name, size in SIZES.items() if name in known and (fields.get(name) is not None or name not in fields)}
     for name, value in fields.items():
         if isinstance(value, list | tuple) and layers and len(value) == layers:
@@ -199,9 +205,10 @@ def trial(model_type: str) -> dict[str, Any]:
     """What eyas does with a tiny random model of this type.
 
     Returns:
-        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails" (an error that is no refusal), or "not made".
+        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails" (an error that is no refusal),
+            or "not made".
         why: the reason, unless the verdict is "trees".
-        parameters, tau (of a drafter that knows the answers), kernels (whether the C++ kernels run it), methods: method -> "ok" or the fault.
+        parameters; tau of a drafter that knows the answers; kernels: whether the C++ kernels run it; methods: method -> "ok" or the fault.
     """
     try:
         model = tiny_model(model_type)

@@ -1,9 +1,9 @@
 """Try eyas on a tiny random model of every causal language model of transformers; make docs/families.md from the record.
 
-    python runs/families.py --output docs/results/families.json                     tries all types that were not tried yet
-    python runs/families.py --output docs/results/families.json --again llama,opt   tries these types again
-    python runs/families.py --page                                                  only makes the page from the record
-    python runs/families.py --check                                                 exit status 1 when the page is not what the record says
+    python runs/families.py                     tries all types that were not tried yet, and makes the page
+    python runs/families.py --again llama,opt   tries these types again
+    python runs/families.py --page              only makes the page from the record
+    python runs/families.py --check             exit status 1 when the page is not what the record says
 
 Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a hang of one does not stop the others.
 What was found is kept in out/families.jsonl; the same command goes on behind it. With another version of transformers, move it away.
@@ -11,6 +11,7 @@ What was found is kept in out/families.jsonl; the same command goes on behind it
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from typing import Any
 import _families
 import torch
 import transformers
-from _common import Rows, parser, run, write
+from _common import Rows, run, write
 from rich.progress import MofNCompleteColumn, Progress
 
 from eyas.files import write_text
@@ -88,7 +89,9 @@ def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
     process.start()
     there.close()
     try:
-        found: Record = here.recv() if here.poll(4 * seconds) else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
+        found: Record = (
+            here.recv() if here.poll(4 * seconds) else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
+        )
     except EOFError:
         process.join()
         how = "time" if process.exitcode == -9 else f"exit status {process.exitcode}"
@@ -117,11 +120,15 @@ HEAD = """# Model families
 Every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers {transformers}: a tiny random model of
 each, tried on {date} with torch {torch}.
 
-    {command}
+    python runs/families.py
 
-makes this page from [its record](results/families.json). *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so
-do branching trees of a drafter that knows the answers (accepted paths of several nodes, rows of different ages), prompt lookup, and a random EAGLE-3 head. *refused*: eyas says so in one line when the model is loaded. *not tried*: no tiny model could be made by shrinking the
-type's default configuration; such a model may work. Kernels: eyas' C++ kernels run it; others run by their own forward.
+makes this page from [its record](results/families.json).
+
+- *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so do branching trees of a drafter that knows
+  the answers (accepted paths of several nodes, rows of different ages), prompt lookup, and a random EAGLE-3 head.
+- *refused*: eyas says so in one line when the model is loaded.
+- *not tried*: no tiny model could be made by shrinking the type's default configuration; such a model may work.
+- kernels: eyas' C++ kernels run it; others run by their own forward.
 
 Tiny random models show masks, positions, caches and states; they cannot show a real checkpoint's files, remote code or size.
 
@@ -131,7 +138,7 @@ Tiny random models show masks, positions, caches and states; they cannot show a 
 def page(record: Record) -> str:
     """The Markdown page of a record."""
     families: Mapping[str, Record] = record["families"]
-    text = HEAD.format(**record["machine"], date=record["date"], command=record["command"])
+    text = HEAD.format(**record["machine"], date=record["date"])
     counts = {verdict: sum(row["verdict"] == verdict for row in families.values()) for verdict in VERDICTS}
     text += f"{len(families)} types: " + ", ".join(f"{count} {VERDICTS[v].strip('*')}" for v, count in counts.items() if count) + ".\n"
     for kind, title in SECTIONS.items():
@@ -154,9 +161,10 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser(__doc__, only="", again="")
-    made.set_defaults(output=RECORD)
-    next(action for action in made._actions if action.dest == "output").required = False
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=Path, default=RECORD, help="the record, JSON; the page lies beside it, but for the default's")
+    made.add_argument("--only", default="", help="types to try, separated by commas; the record then has only these and those tried before")
+    made.add_argument("--again", default="", help="types to try again")
     made.add_argument("--page", action="store_true", help="try nothing")
     made.add_argument("--check", action="store_true", help="try nothing, write nothing")
     args = made.parse_args(arguments)
@@ -164,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.page and not args.check:
         try_all(args.output, only, again)
     wanted = page(json.loads(args.output.read_text(encoding="utf-8")))
-    place = PAGE if args.output == RECORD or args.output.resolve() == RECORD else args.output.with_suffix(".md")
+    place = PAGE if args.output.resolve() == RECORD else args.output.with_suffix(".md")
     if args.check:
         return int(place.read_text(encoding="utf-8") != wanted)
     write_text(place, wanted)

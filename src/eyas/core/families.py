@@ -57,6 +57,9 @@ STATE = "its recurrent state lies inside of its modules or in a cache of its own
 SPARSE = "its sparse attention chooses keys by an index of its own, which a tree's mask cannot change"
 ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
 SLOTS = "it masks attention by slot numbers of its own, which a tree's mask cannot change"
+CACHED_WINDOW = (
+    "transformers gives it a sliding window in its cache only, not in its masks, so whole texts and single tokens see different keys"
+)
 NO_MASK = "its forward takes no 4-D mask, which a tree needs"
 
 # Model types that are refused whatever their configuration says.
@@ -67,6 +70,7 @@ REFUSED_TYPES: Mapping[str, str] = {
     ),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     "gpt_neo": SLOTS,
+    "moshi": CACHED_WINDOW,
     **dict.fromkeys(("openai-gpt", "xlm"), NO_MASK),
 }
 # Kinds of layers (entries of layer_types and layers_block_type) that are refused; a kind in no table is refused as unknown.

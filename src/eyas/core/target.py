@@ -592,7 +592,8 @@ def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
 
     if not family.mask_kinds:
         return of_kind(families.SLIDING)
-    return {kind: of_kind(kind) for kind in family.mask_kinds}
+    none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}  # such layers see no padding here
+    return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
 
 
 def fingerprint_of(model: nn.Module) -> str:

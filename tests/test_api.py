@@ -472,7 +472,7 @@ def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Pat
         eyas.load(bare)
 
 
-@pytest.mark.parametrize(("option", "words"), [({"method": 5}, "not int; known: eagle1"), ({"weights": None}, "unknown weights None")])
+@pytest.mark.parametrize(("option", "words"), [({"method": 5}, "not int; known: dflash"), ({"weights": None}, "unknown weights None")])
 def test_an_option_of_a_wrong_type_is_one_line(llm: LLM, option: dict[str, Any], words: str) -> None:
     """Both ended in a TypeError of the search for a similar name."""
     with pytest.raises(OptionError, match=words):

@@ -94,7 +94,7 @@ def text_type(model_type: str) -> str:
 
 
 def small_options(model_type: str) -> dict[str, Any]:
-    """What to change in the default configuration of a type so that its model is tiny."""
+    """The options that make the default configuration of a type that of a tiny model."""
     config = AutoConfig.for_model(model_type)
     fields = config.to_dict()
     known = set(fields) | set(type(config).attribute_map)
@@ -202,7 +202,7 @@ def attention_of(model_type: str) -> str:
 
 
 def trial(model_type: str) -> dict[str, Any]:
-    """What eyas does with a tiny random model of this type.
+    """Try a tiny random model of this type: load it, decode plainly, with trees, and with two methods.
 
     Returns:
         verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails" (an error that is no refusal),

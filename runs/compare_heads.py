@@ -58,10 +58,11 @@ def trained(folder: str | None) -> dict[str, Any] | None:
     if folder is None or not path.is_file():
         return None
     record = json.loads(path.read_text())
+    options = record["options"]
     return {
         **{key: record[key] for key in ("tokens", "step", "seed")},
         **{key: record["config"][key] for key in ("lr", "min_lr_share", "schedule", "batch_tokens")},
-        "objective": record["options"].get("ttt.objective", "distribution"),
+        "objective": options.get("ttt.objective", options.get("train.objective")),
         "data": record["data"]["files"],
     }
 

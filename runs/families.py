@@ -6,7 +6,7 @@
     python runs/families.py --check             exit status 1 when the page is not what the record says
 
 Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a hang of one does not stop the others.
-What was found is kept in out/families.jsonl; the same command goes on behind it. With another version of transformers, move it away.
+What was found is kept in docs/results/families.raw.jsonl (beside --output); the same command goes on behind it. With another version of transformers, move it away.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Record = dict[str, Any]
 def try_all(output: Path, only: set[str], again: set[str]) -> None:
     """Try every type that has no row yet, and write the record."""
     settings = {"transformers": transformers.__version__, "prompts": _families.PROMPTS, "new_tokens": _families.NEW}
-    rows = Rows(Path("out") / f"{output.stem}.jsonl" if not output.is_absolute() else output.with_suffix(".jsonl"), settings)
+    rows = Rows(output.with_suffix(".raw.jsonl"), settings)
     causal = _families.causal_types()
     texts = {name: _families.text_type(name) for name in sorted({*causal, *_families.multimodal_types()})}
     types = sorted(only or {texts[name] for name in causal})

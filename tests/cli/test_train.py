@@ -159,7 +159,7 @@ def test_two_processes_one_is_killed_and_one_goes_on(run: Run, command: tuple[ob
 
 
 BAD = {
-    "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: eagle1"),
+    "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
     "a draft vocabulary that the data does not have": (
         ("--head.draft-vocab", 150),
         "head.draft_vocab is 150, but the training data has only",

@@ -155,6 +155,19 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
     assert not plain.is_adapted_from(plain.fingerprint())
 
 
+def test_an_adapter_on_other_weights_than_the_fingerprints(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it was said to be the
+    base model's, and features of the base model passed for those of the merged one."""
+    monkeypatch.setattr("eyas.core.target.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
+    plain = Target(zoo.FAMILIES["llama"]())
+    merged, again, other = (Target.of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora"))
+    assert merged.is_named(again.fingerprint())
+    assert not merged.is_named(other.fingerprint())
+    assert not merged.is_named(plain.fingerprint())
+    assert merged.is_adapted_from(plain.fingerprint())
+    assert not merged.is_adapted_from(again.fingerprint())
+
+
 def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
     """Guards the messages: one line each, before anything is decoded."""
 

@@ -86,7 +86,10 @@ def load_target(model: TargetOptions, device: str | None = None) -> LLM:
     from dataclasses import replace
 
     check_exact(model)
-    return load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
+    llm = load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
+    if llm.adapters:
+        raise OptionError("features are read from one model: give one adapter without a name, --adapter FOLDER, which is merged")
+    return llm
 
 
 def _owners(option: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is merged into the weights, or several that requests choose from.
 
     merge(model, folder)             -> the same model with other weights; nothing of PEFT is left in it
+    digest(folder)                   -> a hash of the adapter's tensors
     AdapterSet.load(model, folders)  -> layers of PEFT around the model's own; `use` switches the whole model to one of them
 
 The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each adapter, and a view switches the model
@@ -12,6 +13,7 @@ This module knows no tree, no cache and no drafter. PEFT (the extra `peft`) is i
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import warnings
@@ -25,7 +27,7 @@ from transformers import PreTrainedModel
 
 from eyas.errors import EyasError, ModelError, OptionError, near
 
-__all__ = ["BASE", "AdapterSet", "has_adapter_layers", "is_peft_model", "merge"]
+__all__ = ["BASE", "AdapterSet", "digest", "has_adapter_layers", "is_peft_model", "merge"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
@@ -57,6 +59,16 @@ def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         merged: PreTrainedModel = tuned.merge_and_unload(safe_merge=True)
     log.info("adapter %s is merged into the weights", folder)
     return merged
+
+
+def digest(folder: str | Path) -> str:
+    """A hash of the adapter's tensors as they are stored: few weights of a merged model tell nothing of an adapter that changes others."""
+    with _one_line_errors(folder):
+        tensors = _import_peft().load_peft_weights(str(folder), device="cpu")
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(name.encode() + tensor.detach().double().contiguous().numpy().tobytes())
+    return total.hexdigest()[:12]
 
 
 class AdapterSet:

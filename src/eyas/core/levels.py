@@ -137,7 +137,7 @@ class _Projections:
         self._input = None if self._one is None else self._one.input.of(args, kwargs)
 
     def output(self, output: Any) -> Any:
-        """What to collect of a call that has given `output`: the input of the last layer, if that has still to run."""
+        """The part of a call's `output` to collect: the input of the last layer where that has still to run, else the output itself."""
         waiting, self._waiting = self._waiting, None
         return output if waiting is None else waiting
 

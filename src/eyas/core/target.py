@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families
-from eyas.core.adapters import AdapterSet, is_peft_model, merge
+from eyas.core.adapters import AdapterSet, digest, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.pretrained import read_model
@@ -139,6 +139,7 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.adapters: AdapterSet | None = None  # that requests choose from
         self.adapter = ""  # the one that this view of the target uses; "": none
+        self.merged = ""  # `core.adapters.digest` of the adapter that was merged into the weights; "": none was
         self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
@@ -188,6 +189,7 @@ class Target:
             target.adapters = found
         else:
             target = cls(merge(model, adapters), name)
+            target.merged = digest(adapters)
         target.base_fingerprint = base
         return target
 
@@ -287,7 +289,9 @@ class Target:
 
     def fingerprint(self) -> str:
         """A short identification of the weights; of the base model's where adapters are switched between. It is saved with draft heads."""
-        return self.base_fingerprint if self.adapters is not None and self.base_fingerprint else fingerprint_of(self.model)
+        if self.adapters is not None and self.base_fingerprint:
+            return self.base_fingerprint
+        return f"{self.merged}+{fingerprint_of(self.model)}" if self.merged else fingerprint_of(self.model)
 
     def is_named(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""

@@ -88,6 +88,11 @@ def format_parts(parts: Iterable[Part]) -> str:
 def without(target: Target, skipped: frozenset[Part]) -> Target:
     """The target with parts left out: the same modules in new containers. ModelError where a part cannot be told."""
     model, layers = target.model, target.family.layers
+    if target.family.shares_keys or getattr(model.config.get_text_config(decoder=True), "hidden_size_per_layer_input", 0):
+        raise ModelError(
+            f"layers of a {target.family.model_type} read keys or inputs that belong to their number, so none can be left out: "
+            "choose another method than self_speculative"
+        )
     gone = [k for k in range(len(layers)) if all((k, kind) in skipped for kind in CLASSES)]
     kept = [k for k in range(len(layers)) if k not in gone]
     replies = _replies(target, [part for part in skipped if part[0] not in gone])

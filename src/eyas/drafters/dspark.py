@@ -41,7 +41,7 @@ class NewHead(NewBlockHead):
     markov_rank: Annotated[int, NEW_HEADS] = 256
     """Rank of the matrix over pairs of tokens; 0: none."""
     confidence: Annotated[str, NEW_HEADS] = "hidden+markov"
-    """What the confidence head reads: hidden+markov, hidden, or none (no such head)."""
+    """Inputs of the confidence head: hidden+markov, hidden, or none (no such head)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,8 @@
     python runs/families.py --check             exit status 1 when the page is not what the record says
 
 Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a hang of one does not stop the others.
-What was found is kept in docs/results/families.raw.jsonl (beside --output); the same command goes on behind it. With another version of transformers, move it away.
+What was found is kept in docs/results/families.raw.jsonl (beside --output); the same command goes on behind it.
+With another version of transformers, or of eyas, move it away.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
     """The target with parts left out: the same modules in new containers. ModelError where a part cannot be told."""
     model, layers = target.model, target.family.layers
     text: Any = model.config.get_text_config(decoder=True)
-    if target.family.shares_keys or getattr(text, "hidden_size_per_layer_input", 0):
+    if target.family.shares_keys or bool(getattr(text, "hidden_size_per_layer_input", 0)):
         raise ModelError(
             f"layers of a {target.family.model_type} read keys or inputs that belong to their number, so none can be left out: "
             "choose another method than self_speculative"

@@ -7,7 +7,8 @@
 While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a new row.
 Before the session drafts again, or when a new prompt shares a prefix with its text (`keep`), it reads the stored tokens with
 `prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is
-not stored at all. So memory is bounded, no call takes long, and later drafts are the same as without the pause.
+not stored at all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A row whose request has
+ended is read too if the session has drafted for it: `prefill` goes on behind its last `commit`, of which the next `commit` leaves nothing.
 
 A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy says; the policy is not asked about
 cycles in which all rows are plain for that reason.
@@ -157,6 +158,7 @@ class DormantSession(DraftSession):
         self.decided = self.all_off = False  # whether there is a decision; whether it is that no row wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
+        self.has_drafted = [False] * rows  # whether the session has drafted for the request that is or was in the row
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
         self.dormant_input: CycleInput | None = None  # of the current cycle, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
@@ -203,8 +205,7 @@ class DormantSession(DraftSession):
         decision = self._decide(cycle_input)
         if not decision.awake or cycle_input.draft_limits:
             return None
-        for row in cycle_input.active_rows:
-            self._catch_up(row)
+        self._wake(cycle_input)
         capturable = self.session.capturable(replace(cycle_input, tree_shape=decision.shape))
         return capturable and replace(capturable, tree_shape=decision.shape, steady=self.policy is None)
 
@@ -219,7 +220,7 @@ class DormantSession(DraftSession):
         return self.session.copy(source, row, length)
 
     def begin(self, row: int, kept: int, total: int) -> None:
-        self.missed[row] = None
+        self.missed[row], self.has_drafted[row] = None, False
         self.long_prompt[row] = total - kept > WAITING
         self.active_rows.add(row)
         if self.fallback is not None:
@@ -249,8 +250,7 @@ class DormantSession(DraftSession):
             self.root_tree = self.root_tree or Tree.chain(len(roots_B), 1, roots_B.device)
             return Draft(self.root_tree, roots_B[:, None])
         if fallback is None:
-            for row in cycle_input.active_rows:
-                self._catch_up(row)
+            self._wake(cycle_input)
             draft = self.session.draft(cycle_input)
         else:
             if self.fallback is None or self.fallback.drafter is not fallback:
@@ -283,6 +283,14 @@ class DormantSession(DraftSession):
         self.active_rows.discard(row)
         if self.fallback is not None:
             self.fallback.session.end(row)
+
+    def _wake(self, cycle_input: CycleInput) -> None:
+        """Let the session read what it has missed of every row that it drafts for, or has drafted for."""
+        for row in range(self.rows):
+            active = row in cycle_input.active_rows
+            if active or self.has_drafted[row]:
+                self._catch_up(row)
+            self.has_drafted[row] |= active
 
     def _catch_up(self, row: int) -> None:
         """The session reads the stored tokens of the row."""

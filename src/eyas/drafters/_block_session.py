@@ -126,7 +126,7 @@ class BlockSession(DraftSession):
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         path_BP, features_BNF = verdict.path_BP.clamp(min=0), output.features_BNF
         self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
-        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
+        self.pending_B = torch.where(self.active_B, verdict.length_B, 0)  # a row that is not active has ended, or is being read
 
     def _read_pending(self, cycle_input: CycleInput) -> None:
         """Store the pending tokens. They are padded to the longest path, so that shapes do not depend on values."""

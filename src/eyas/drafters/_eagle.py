@@ -331,7 +331,7 @@ class EagleSession(DraftSession):
             self.pending_B = verdict.length_B.clone()
             return
         self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], waiting_BF)
-        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))  # more: its request has ended
 
     def growth(self, cycle_input: CycleInput) -> Growth:
         """The functions that grow the tree of this cycle. The nodes of the tree get the slots behind the committed ones, level by level."""

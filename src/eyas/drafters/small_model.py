@@ -335,7 +335,7 @@ class LanguageModelSession(DraftSession):
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the next `draft` puts the new one behind them
-        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B)
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))  # more: its request has ended
 
     def growth(self, cycle_input: CycleInput) -> Growth:
         """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden of a node are its logits."""

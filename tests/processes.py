@@ -43,7 +43,7 @@ class WorkLimit:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of the process and its descendants, those that have ended included."""
+    """Returns the CPU seconds of the process and its descendants, those that have ended included."""
     total = 0.0
     try:
         process = psutil.Process(pid)
@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | B
 
 
 def finish(process: subprocess.Popen[Any], stdin: Any = None) -> tuple[Any, Any]:
-    """What it writes to stdout and stderr until it ends."""
+    """Waits until the process ends; returns what it has written to stdout and stderr."""
     limit = WorkLimit(process.pid)
     while True:
         try:

@@ -170,7 +170,7 @@ class FixedPolicy(Policy):
 
 
 def controller(costs: Costs = FLAT, fallback: Any = None, grows: bool = True) -> AdaptiveController:
-    """Of a method whose trees grow, or do not."""
+    """Makes the controller of a method whose trees grow, or do not."""
     if not grows:
         return AdaptiveController(fallback=fallback)
     return AdaptiveController(LIMIT, lambda: costs, fallback=fallback)

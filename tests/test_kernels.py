@@ -109,7 +109,7 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
 
 
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
-    """What an int4 matrix holds, [O, I]."""
+    """Returns the weights of an int4 matrix, [O, I]."""
     bytes_PGpO4, scale = matrix.data[:, :, :512].unflatten(2, (4, 32, 4)), matrix.data[:, :, 512:].contiguous().view(torch.bfloat16).float()
     nibbles = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8  # panel, group, pair, nibble, output, input
     whole_POGg = nibbles.permute(0, 4, 1, 2, 3, 5).flatten(3)

@@ -1,4 +1,4 @@
-"""What is measured, and how it is kept. No time is compared with another."""
+"""The measurement of costs and the file that keeps them. No time is compared with another."""
 
 from __future__ import annotations
 

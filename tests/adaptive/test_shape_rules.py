@@ -1,7 +1,7 @@
-"""What a policy may know, by enumeration of every draw through the shipped verification (design: shape rules).
+"""A policy may use the past, but not the drawn tokens: shown by enumerating every draw through the shipped verification.
 
-Where children are drawn from q, a node that is kept for what its token is brings the law of the text down with it: refused nodes are part
-of the game. What was decided before the draft does no harm, whatever of the past it depends on.
+Where children are drawn from q, keeping a node because of its token changes the distribution of the text: rejected nodes count too. A
+decision that was made before the draft does no harm, whatever part of the past it depends on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def by_its_own_token(world: ToyModels) -> Cut:
 
 
 def by_the_past(world: ToyModels) -> Cut:
-    """What the Decoder does with a decision that was made before the draft: here about every other prefix."""
+    """Returns the cut that the Decoder makes for a decision from before the draft: here every other prefix has no draft."""
 
     def cut(start_B: Tensor, draft: Draft) -> Draft:
         return _without_drafts(draft, frozenset((start_B % 2).nonzero()[:, 0].tolist()))

@@ -1,4 +1,4 @@
-"""What a pass needs and what the machine gives."""
+"""Bytes and operations that a pass needs, and those that the machine delivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile says, from steps and sizes made by hand; and what a pass of a tiny model needs, worked out on paper."""
+"""Profiles of hand-made steps and sizes; the needs of a tiny model's pass, compared with numbers worked out on paper."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def embedded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def last_json(result: Result) -> dict[str, Any]:
-    """What stands in the last line of stdout."""
+    """Parses the last line of stdout."""
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
 

@@ -69,8 +69,8 @@ def test_the_commands_are_the_files(run: Run) -> None:
 
 @pytest.mark.parametrize("name", [*names(), "datastore build"])
 def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
-    """Of every command, those of methods and of the training's config included: a panel's line that holds an option and
-    no text, or only its default, is an option without help."""
+    """The help of every command describes every option, those of methods and of the training's config included. A line of a
+    panel with an option and no text, or only its default, is an option without help."""
     if name == "datastore":
         return
     shown = run(*name.split(), "--help-all", env={"COLUMNS": "400"}).output

@@ -1,4 +1,4 @@
-"""What goes wrong: one line, a status, nothing lost."""
+"""Errors: each gives one line and a status, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp
 
 @pytest.mark.slow
 def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each process is told, done here one after the other; then nothing is missing. The target that the plan was made with is gone
-    when the first one starts: with several devices it would sit on the first of them beside that worker's own."""
+    """The commands of all workers are run here one after the other; then no shard is missing. The target that made the plan is freed
+    before the first worker starts: with several devices it would sit on the first one beside that worker's own."""
     told: list[list[str]] = []
     load, models = features.load_target, list[Any]()
 

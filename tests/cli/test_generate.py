@@ -222,7 +222,7 @@ def test_results_to_stdout(run: Run, tmp_path: Path) -> None:
 
 
 def test_resuming_does_not_repeat(run: Run, tmp_path: Path) -> None:
-    """What is there stays, byte for byte; half a line is done again; new lines are added."""
+    """Lines that are there stay, byte for byte; half a line is done again; new lines are added."""
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     command = ("generate", "--target", "llama", "--max-new-tokens", 4, "--input", given, "--output", output)
     write(given, LINES)

@@ -41,7 +41,7 @@ def command(tmp_path: Path) -> tuple[object, ...]:
 
 
 def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """What is written can be trained on; a head changes nothing of it; the last line says what was done."""
+    """The output can be trained on; a head changes nothing of it; the last line reports the counts."""
     result = run(*command, "--json")
     assert result.exit_code == 0, (result.output, result.exception)
     found = lines(tmp_path / "own.jsonl")

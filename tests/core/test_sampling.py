@@ -33,7 +33,7 @@ VOCAB = 40
 
 
 def of_transformers(logits_NV: Tensor, sampling: Sampling, ids_NT: Tensor) -> Tensor:
-    """What generate makes of these logits, in its order."""
+    """Applies the processors of transformers' `generate` to these logits, in its order."""
     steps = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         steps.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
@@ -195,7 +195,7 @@ def mix(x: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, index: int) -> float:
-    """What the docstring of sampling says: the generator, entered at (seed, stream, position, index)."""
+    """Computes the uniform number at (seed, stream, position, index) as the docstring of `sampling` defines it."""
     golden = 0x9E3779B97F4A7C15
     key = mix(mix(seed + golden & WORD) + stream & WORD)
     key = mix(key + (position + 1) * golden & WORD)

@@ -109,7 +109,7 @@ def prefix(draft: Draft, row: int, node: int) -> tuple[int, ...]:
 
 
 def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
-    """What the candidates stand for."""
+    """Returns the token sequences that the candidates of a row stand for."""
     return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.candidate_BN[row, n])
 
 

@@ -430,7 +430,7 @@ def net_of(world: ToyModels, start_B: Tensor) -> Growth:
 def roots_of(
     world: ToyModels, start_B: Tensor, root_B: Tensor, noise: GumbelNoise, sampling: Sequence[Sampling] | None = None
 ) -> CycleInput:
-    """What the loop tells a drafter."""
+    """Makes the input that the loop gives to a drafter."""
     own = tuple(sampling or [world.sampling] * len(start_B))
     adjustments = world.text_I[start_B] if any(s.adjusts for s in own) else None
     tokens_B = torch.where(start_B > 0, (start_B - 1) % world.vocab, 0)

@@ -140,7 +140,7 @@ class Strangers(TorchDispatchMode):
 
 
 def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[str], list[bool]]:
-    """What strangers there are in a recorded cycle of the method, and whether each recording holds its draft."""
+    """Returns the operations on foreign tensors in a recorded cycle of the method, and for each recording whether it holds its draft."""
     target, found = Target(zoo.FAMILIES["llama"]()), list[str]()
 
     def watched(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:

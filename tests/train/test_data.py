@@ -112,7 +112,7 @@ def one(folder: Path, tokenizer: Any, messages: Any, **options: Any) -> Example:
 
 
 def counted_texts(tokenizer: Any, example: Example) -> list[str]:
-    """What each run of counted tokens says."""
+    """Returns the text of each run of counted tokens."""
     runs: list[list[int]] = []
     for i, token in enumerate(example.ids):
         if example.counted[i]:

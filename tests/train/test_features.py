@@ -207,7 +207,7 @@ def test_going_on_gives_the_same_bytes(tmp_path: Path, target: Target, folder: P
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written stays, can be trained from, and the same again goes on; the message says so, and how much to free."""
+    """Shards that are written stay and can be trained from, and the same command goes on; the message says so, and how much to free."""
     store, calls, sync = begun(tmp_path, target), list[int](), os.fsync
 
     def fsync(number: int) -> None:

@@ -72,8 +72,8 @@ def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_recomputing_keeps_less_and_changes_no_bit(tmp_path: Path) -> None:
-    """What the steps of the training-time test keep for the backward grows by their inputs and keys only; an option that may change when a
-    run is resumed, as the weights are the same."""
+    """With `checkpointing`, each step of the training-time test keeps only its inputs and keys for the backward pass. The option may change
+    when a run is resumed, as the weights are the same."""
     for name, options in (("kept", {}), ("again", {"checkpointing": True})):
         real.head_run("eagle3", tmp_path / name, **options)
     real.head_run("eagle3", tmp_path / "kept", checkpointing=True)  # resumed: at its end

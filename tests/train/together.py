@@ -22,7 +22,7 @@ CONTEXT.set_forkserver_preload(["train.toy", "train.real", "eyas.drafters.eagle1
 
 
 def together(program: Callable[..., Any], *arguments: Any, count: int = 2, **options: Any) -> list[Any]:
-    """What `program` returned in each process; RuntimeError with the tracebacks when one failed."""
+    """Returns the results of `program` in all processes; RuntimeError with the tracebacks when one failed."""
     with tempfile.TemporaryDirectory() as place:
         processes = [CONTEXT.Process(target=_run, args=(rank, count, place, program, arguments, options)) for rank in range(count)]
         for process in processes:

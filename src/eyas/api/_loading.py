@@ -21,6 +21,7 @@ from eyas.core.pretrained import check_config, read_tokenizer
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
+from eyas.hardware import release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
@@ -105,6 +106,7 @@ def load(
     else:
         drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     runners.warm_up(drafter)
+    release_threads()
     policy = auto(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 

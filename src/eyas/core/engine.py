@@ -36,6 +36,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import EyasError, OptionError
+from eyas.hardware import release_threads
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
@@ -209,6 +210,8 @@ class Decoder:
         """Empty the row. With `reuse` its keys and values stay, for later prompts, unless its request has failed."""
         self.rows[b], self._settings = None, None
         self.prompts.release(b, failed)
+        if self.finished and self.model.device.type == "cpu":
+            release_threads()
 
 
 def keeps_well(decoder: Decoder) -> bool:

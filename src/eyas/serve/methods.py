@@ -10,6 +10,7 @@ from eyas.api import LLM
 from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, build_options
 from eyas.errors import OptionError
+from eyas.hardware import release_threads
 
 __all__ = ["PLAIN", "Methods"]
 
@@ -38,6 +39,7 @@ class Methods:
             if (method, adapter) not in self._loaded:
                 own = adapter == self.llm.target.adapter
                 self._loaded[method, adapter] = self._load(method) if own else self._switched(method, adapter)
+                release_threads()
             return adapted(*self._loaded[method, adapter])
 
     def _switched(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:

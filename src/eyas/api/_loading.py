@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eyas import checkpoints, drafters, runners, tiny
 from eyas.adaptive import auto, mode_of
 from eyas.api._llm import LLM
-from eyas.arguments import adapters_of, load_keywords, on_or_off
+from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, flags
-from eyas.core.pretrained import check_config, read_tokenizer
+from eyas.core.pretrained import Spread, check_config, read_tokenizer
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
@@ -40,6 +40,8 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | int | None = "auto",
+    device_map: str | torch.device | int | Mapping[str, str | int] | None = None,
+    offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
     kernels: str | bool | None = "auto",
     weights: str = "exact",
@@ -64,6 +66,10 @@ def load(
             adapters. Needs the extra `peft`.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto", or a device, "cpu" or "disk"
+            for each part of the model. All layers must compute on one device; weights that wait elsewhere are fetched for each forward.
+            Needs the extra `offload`.
+        offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own
             forward elsewhere. "on": the same, with a warning where they are not used, and for
@@ -84,6 +90,7 @@ def load(
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
+    device, spread = placement_of(target, device, device_map, offload_folder)
     options, dtype, device = load_keywords(options, dtype, device)
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
@@ -92,7 +99,7 @@ def load(
         method = method or (tiny.BEST if draft in (None, AUTO) else None)
         if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).reads)
-    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter))
+    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread)
     loaded_target = runners.prepared(
         loaded_target,
         on_or_off(kernels),
@@ -112,7 +119,13 @@ def load(
 
 
 def _load_target(
-    source: Any, tokenizer: Any, dtype: str, device: str, trust_remote_code: bool, adapters: dict[str, str] | str | None
+    source: Any,
+    tokenizer: Any,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    adapters: dict[str, str] | str | None,
+    spread: Spread | None,
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
     if source is None:
@@ -132,7 +145,7 @@ def _load_target(
         raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
     check_config(source, trust_remote_code)
     loaded_tokenizer = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters), loaded_tokenizer
+    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters, spread=spread), loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

@@ -18,6 +18,7 @@ import torch
 
 from eyas.arguments._adapters import adapters_of
 from eyas.arguments._objects import SYNONYMS, with_objects
+from eyas.arguments._placement import placement_of
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
@@ -36,6 +37,7 @@ __all__ = [
     "generate_keywords",
     "load_keywords",
     "on_or_off",
+    "placement_of",
     "plain_number",
     "whole_number",
     "with_generate_keywords",
@@ -335,28 +337,10 @@ def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[
         if dtype not in ("auto", None):
             raise OptionError("torch_dtype is called dtype here: write only one of them")
         dtype = options.pop("torch_dtype")
-    if "device_map" in options:
-        if device not in ("auto", None):
-            raise OptionError("device_map and device say the same: write device only")
-        device = _single_device(options.pop("device_map"))
     for name in LOADED_ELSEWHERE:
         if name in options:
             raise OptionError(f"{name} belongs to transformers: load the model with it and give eyas.load the model")
     return options, dtype_name(dtype), device_name(device)
-
-
-def _single_device(device_map: Any) -> Any:
-    """The device of a device_map that puts the whole model there."""
-    if isinstance(device_map, Mapping) and list(device_map) == [""]:
-        device_map = device_map[""]
-    if isinstance(device_map, Mapping) or device_map in (
-        "auto",
-        "balanced",
-        "balanced_low_0",
-        "sequential",
-    ):
-        raise OptionError('device_map may spread a model over devices, and eyas keeps it whole on one: write device="auto" or "cuda:0"')
-    return device_map
 
 
 def dtype_name(dtype: Any) -> str:

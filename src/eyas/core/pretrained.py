@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -25,10 +26,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eyas.errors import InputError, ModelError
+from eyas.errors import InputError, ModelError, OptionError
 from eyas.files import parse_json
 
-__all__ = ["check_config", "read_model", "read_tokenizer"]
+__all__ = ["Spread", "check_config", "read_model", "read_tokenizer"]
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # the names that configurations use
 MOST_LAYERS = 10_000
@@ -52,11 +53,19 @@ TOKENIZER_FILES = (
 )
 
 
+class Spread(NamedTuple):
+    """Where accelerate puts a model's weights."""
+
+    device_map: str | Mapping[str, str | int]  # "auto" and the like, or a device ("cpu", "disk", 0 ...) for each part of the model
+    folder: str | Path | None = None  # for the weights that the map puts on "disk", if the checkpoint is not safetensors
+
+
 def read_model(
     source: str | Path,
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
     role: str = "target",
+    spread: Spread | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model in eval mode, on the CPU.
 
@@ -64,6 +73,7 @@ def read_model(
         source: local folder or hub id.
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
+        spread: where its weights go, instead of the CPU.
 
     Raises:
         ModelError: the model cannot be loaded or tensors are missing; the message names the file
@@ -77,6 +87,7 @@ def read_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **_spread_keywords(spread),
         )
     model: PreTrainedModel = loaded[0]
     info = loaded[1]
@@ -85,6 +96,15 @@ def read_model(
     if mismatched := sorted(f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
     return model
+
+
+def _spread_keywords(spread: Spread | None) -> dict[str, Any]:
+    """Keywords of `from_pretrained`. OptionError without accelerate."""
+    if spread is None:
+        return {}
+    if find_spec("accelerate") is None:
+        raise OptionError("a device_map needs accelerate: pip install 'eyas[offload]'")
+    return {"device_map": spread.device_map, "offload_folder": spread.folder}
 
 
 def check_config(source: str | Path, trust_remote_code: bool = False, role: str = "target") -> None:

@@ -34,7 +34,8 @@ from eyas.core import families
 from eyas.core.adapters import AdapterSet, digest, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.pretrained import read_model
+from eyas.core.placement import device_of, value_of
+from eyas.core.pretrained import Spread, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
@@ -125,12 +126,9 @@ class Target:
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() first")
-        places = {str(weight.device) for weight in model.parameters()}
-        if len(places) != 1 or places == {"meta"}:
-            raise ModelError(f"the model lies on {', '.join(sorted(places))}: load it whole on one device")
+        self.device, self.dtype = device_of(model), model.dtype
         self.model, self.name = model, name
         self.family = families.describe(model)
-        self.device, self.dtype = model.device, model.dtype
         self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # embed_rows: number of token ids with an embedding
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
@@ -153,15 +151,16 @@ class Target:
         trust_remote_code: bool = False,
         role: str = "target",
         adapters: Adapters = None,
+        spread: Spread | None = None,
     ) -> Target:
         """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
 
-        `role`: the name of the model in error messages. `adapters`: see `of`.
+        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the weights go, instead of one device.
         """
         place = torch.device(pick_device(device))
-        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role)
+        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role, spread)
         try:
-            return cls.of(model.to(place), str(path), adapters)
+            return cls.of(model if spread is not None else model.to(place), str(path), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code, with the values of a configuration that may be broken
@@ -605,8 +604,9 @@ def fingerprint_of(model: nn.Module) -> str:
     weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if weight.ndim == 2]
     shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
     sums = []
-    for _, weight in (weights[0], weights[len(weights) // 2], weights[-1]):
-        some = weight.detach().flatten()[:: max(1, weight.numel() // 4096)].double()
+    for name, _ in (weights[0], weights[len(weights) // 2], weights[-1]):
+        weight = value_of(model, name).detach()
+        some = weight.flatten()[:: max(1, weight.numel() // 4096)].double()
         signs = torch.arange(len(some), device=some.device) % 3 - 1
         sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
     return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"

@@ -21,6 +21,7 @@ from eyas import kernels
 from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
+from eyas.core.placement import has_waiting_weights
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
@@ -228,6 +229,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
     if family.model_type not in FAMILIES:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
+    if has_waiting_weights(target.model):
+        raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
     if has_adapter_layers(target.model):
         raise UnsuitedError("the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))")
     rope = getattr(config, "rope_parameters", None) or {}

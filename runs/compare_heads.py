@@ -1,26 +1,32 @@
 """tau of several heads of one target on the same prompts, with dynamic trees of 4, 8 and 26 nodes, greedily and at T = 1.
 
     python runs/compare_heads.py --head eagle2=eagle2 --head eagle3=eagle3 --chats HELDIN.jsonl.gz --output docs/results/heads_embedded.json
-    python runs/compare_heads.py --head before=eagle3:OLD_DIR --head after=eagle3:NEW_DIR --output FILE.json
+    python runs/compare_heads.py --head before=eagle3:OLD_DIR --head after=eagle3:NEW_DIR --speed --output FILE.json
 
---head NAME=METHOD:DIR; without a DIR the embedded model's head. Without --chats the bundled prompts of one turn are answered. Every head
-is compared with the first. Prompts in whose greedy answers more than 20 % of the 8-grams repeat are left out: loops flatter every head.
-Intervals: 95 %, bootstrap over prompts, paired for differences and ratios.
+--head NAME=METHOD:DIR; without a DIR the embedded model's head. Every head is compared with those named before it. Without --chats the
+bundled prompts of one turn are answered; --skip leaves out the first chats, --trained-on those that also stand in a file. --speed compares
+tokens/s of whole answers too, for which the machine should have nothing else to do. Prompts in whose greedy answers more than 20 % of the
+8-grams repeat are left out of tau: loops flatter every head. Intervals: 95 %, bootstrap over prompts, paired for differences and ratios.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from _common import (
+    RESAMPLES,
     ask,
     bundled_prompts,
     chat_prompts,
     drafter,
     equal_texts,
     loops,
+    open_text,
     parser,
     run,
     select,
@@ -33,7 +39,11 @@ from _common import (
 
 import eyas
 from eyas.bench.record import Answer
+from eyas.bench.rows import speedup
+from eyas.bench.run import VANILLA
+from eyas.bench.tasks import Prompt
 from eyas.errors import InputError
+from eyas.metrics import Interval
 
 TREES = "4/3/1,8/4/2,26/5/4"
 
@@ -67,24 +77,66 @@ def trained(folder: str | None) -> dict[str, Any] | None:
     }
 
 
+def conversations(path: Path) -> list[str]:
+    """Each chat of a JSONL file, all of its turns, as one string."""
+    with open_text(path) as lines:
+        records = [json.loads(line) for line in lines]
+    return [json.dumps(record.get("messages", record.get("conversations"))) for record in records]
+
+
+def asked(args: argparse.Namespace) -> list[Prompt]:
+    """The chats behind the first --skip, less those that stand in the file --trained-on too; without --chats the bundled prompts."""
+    if args.chats is None:
+        return bundled_prompts(args.limit)
+    seen = set(conversations(args.trained_on)) if args.trained_on else set[str]()
+    in_both = {f"chat/{number}" for number, chat in enumerate(conversations(args.chats)) if chat in seen}
+    return [prompt for prompt in chat_prompts(args.chats)[args.skip :] if prompt.id not in in_both][: args.limit]
+
+
+def rounded(interval: Interval | None) -> list[float | None] | None:
+    return None if interval is None else [None if x is None else round(x, 4) for x in interval]
+
+
+def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
+    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other heads'; the median time of a cycle."""
+    plain, out = select(answers, VANILLA, temperature), dict[str, Any]()
+
+    def over(ours: list[Answer], baseline: list[Answer]) -> list[float | None] | None:
+        return rounded(speedup(ours, baseline, whole=True, resamples=RESAMPLES))
+
+    for shape in shapes:
+        found = {name: select(answers, f"{name} {shape}", temperature) for name in names}
+        tokens = {name: sum(len(answer.token_ids) for answer in ours) for name, ours in found.items()}
+        out[shape] = {
+            "tokens_per_second": {name: round(tokens[name] / sum(answer.seconds for answer in ours), 1) for name, ours in found.items()},
+            "median_cycle_ms": {
+                name: round(1e3 * median(c.seconds for answer in ours for c in answer.cycles), 3) for name, ours in found.items()
+            },
+            "over_plain": {name: over(ours, plain) for name, ours in found.items()},
+            "ratio": {f"{b} / {a}": over(found[b], found[a]) for a, b in combinations(names, 2)},
+        }
+    return out
+
+
 def compared(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
-    """For each tree: tau of every head; its difference to the first head's, and its ratio."""
+    """For each tree: tau of every head; its difference and its ratio to those of the heads before it."""
     out: dict[str, Any] = {}
     for shape in shapes:
         found = {name: select(answers, f"{name} {shape}", temperature) for name in names}
-        first = found[names[0]]
         out[shape] = {
             "tau": {name: tau_interval(ours) for name, ours in found.items()},
-            "difference": {f"{name} - {names[0]}": tau_difference(found[name], first) for name in names[1:]},
-            "ratio": {f"{name} / {names[0]}": tau_over(found[name], first) for name in names[1:]},
+            "difference": {f"{b} - {a}": tau_difference(found[b], found[a]) for a, b in combinations(names, 2)},
+            "ratio": {f"{b} / {a}": tau_over(found[b], found[a]) for a, b in combinations(names, 2)},
         }
     return out
 
 
 def main() -> None:
-    options = parser(__doc__, target=None, limit=300, max_new_tokens=96, temperatures="0,1", trees=TREES)
-    options.add_argument("--head", action="append", default=[], metavar="NAME=METHOD:DIR", help="a head; the first is the baseline")
+    options = parser(__doc__, target=None, limit=300, skip=0, max_new_tokens=96, temperatures="0,1", trees=TREES)
+    options.add_argument("--head", action="append", default=[], metavar="NAME=METHOD:DIR", help="a head to compare")
     options.add_argument("--chats", type=Path, metavar="FILE", help="chats, JSONL; .gz too (default: the bundled prompts of one turn)")
+    options.add_argument("--trained-on", type=Path, metavar="FILE", help="chats, JSONL; .gz too: these are left out of --chats")
+    options.add_argument("--speed", action="store_true", help="also tokens per second; all prompts, those that loop too")
     args = options.parse_args()
     heads, shapes = read_heads(args.head), args.trees.split(",")
     temperatures = [float(part) for part in args.temperatures.split(",")]
@@ -94,7 +146,7 @@ def main() -> None:
         for name, (method, folder) in heads.items()
         for shape in shapes
     }
-    prompts = chat_prompts(args.chats, args.limit) if args.chats else bundled_prompts(args.limit)
+    prompts = asked(args)
     answers = ask(llm, drafters, prompts, args.output, temperatures=temperatures, max_new_tokens=args.max_new_tokens)
     looping = loops([a for a in answers if a.temperature == 0])
     kept = [a for a in answers if a.prompt not in looping]
@@ -109,6 +161,8 @@ def main() -> None:
             "equal_to_vanilla": {name: f"{equal_texts(kept, name, temperature)} of {len(ours)}" for name in drafters},
             **compared(kept, list(heads), shapes, temperature),
         }
+        if args.speed:
+            record[f"T = {temperature:g}"]["speed"] = speeds(answers, list(heads), shapes, temperature)
     write(args.output, record)
 
 

@@ -6,7 +6,9 @@
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output tiny/eyas_tiny/weights
     python runs/make_tiny.py head      --model out/tiny/head --output tiny/eyas_tiny/weights/eagle1      (or eagle3)
     python runs/make_tiny.py widen     --model out/tiny/head3a --output out/tiny/head3w
-    python runs/make_tiny.py extend    --model tiny/eyas_tiny/weights/eagle3 --output out/tiny/head3e
+    python runs/make_tiny.py questions --chat CHAT.jsonl.gz --without HELDIN.jsonl.gz --limit 3000 --output out/tiny/questions.jsonl
+    python runs/make_tiny.py extend    --model out/tiny/head3d --output out/tiny/head3e
+    python runs/make_tiny.py narrow    --model out/tiny/head3f --chat out/tiny/own_t1.jsonl --size 6144 --output out/tiny/head3g
     python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
 Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
@@ -20,6 +22,8 @@ import argparse
 import json
 import math
 import os
+import random
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -262,13 +266,13 @@ def head_stage(args: argparse.Namespace) -> None:
     tensors.pop("embed_tokens.weight", None)  # the target's
     tensors = {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
     save_file(tensors, args.output / "model.safetensors")
-    for name in ("config.json", "training.json"):
-        (args.output / name).write_bytes((args.model / name).read_bytes())
+    record = (args.model / "training.json").read_text()
+    (args.output / "training.json").write_text(re.sub(r"(?<= )/[^ ]*/", "", record))  # no folders of the machine
     folder = args.output.parent
     files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != CHECKSUMS)
     for f in files:
         f.chmod(0o644)
-    config = json.loads((args.output / "config.json").read_text())
+    config = json.loads((args.model / "config.json").read_text())
     config["torch_dtype"] = "float16"
     config["eyas"]["target_fingerprint"] = Target(tiny.model(folder)).fingerprint()
     (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -305,6 +309,38 @@ def extend_stage(args: argparse.Namespace) -> None:
     weights.config["draft_vocab_size"] = len(head_VD)
     checkpoints.save(weights, args.output)
     print(f"{len(ids_v):,} of {len(head_VD):,} rows as before; the fit misses them by {error:.0%} of their norm")
+
+
+def questions_stage(args: argparse.Namespace) -> None:
+    """Lines of chats in a random order, those of --without left out: what the target answers itself, for a head to be trained on."""
+    held = {json.dumps(turns) for path in args.without for turns in chats(path)}
+    lines = [line for path in args.chat for line in read_lines(path) if json.dumps(json.loads(line)["conversations"]) not in held]
+    random.Random(args.seed).shuffle(lines)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text("".join(lines[args.skip : args.skip + args.limit]))
+
+
+def narrow_stage(args: argparse.Namespace) -> None:
+    """Keep the --size most frequent tokens of the assistant's replies in --chat of those that an EAGLE-3 head drafts, in its lm_head."""
+    from eyas import checkpoints, tiny
+    from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
+
+    weights, tokenizer = checkpoints.load(args.model), tiny.tokenizer()
+    if DRAFT_IDS in weights.tensors:
+        raise SystemExit(f"{args.model} drafts a part of the vocabulary already: give a head that drafts every token")
+    counts_V = torch.zeros(weights.config["vocab_size"], dtype=torch.long)
+    for path in args.chat:
+        for line in read_lines(path):
+            replies = [turn["content"] + "<|end|>" for turn in json.loads(line)["messages"] if turn["role"] == "assistant"]
+            for ids in tokenizer(replies, add_special_tokens=False)["input_ids"]:
+                counts_V += torch.tensor(ids).bincount(minlength=len(counts_V))
+    ids_v = choose_draft_vocabulary(counts_V, args.size)
+    if ids_v is not None:
+        weights.tensors.update({DRAFT_IDS: ids_v, "head.weight": weights.tensors["head.weight"][ids_v].contiguous()})
+        weights.config["draft_vocab_size"] = len(ids_v)
+        print(f"{len(ids_v):,} tokens, {counts_V[ids_v].sum() / counts_V.sum():.2%} of the replies'")
+    checkpoints.save(weights, args.output)
+    (args.output / "training.json").write_bytes((args.model / "training.json").read_bytes())
 
 
 @torch.no_grad()
@@ -362,6 +398,11 @@ def main() -> None:
     stage("head", head_stage, model, output)
     stage("widen", widen_stage, model, output)
     stage("extend", extend_stage, model, output)
+    stage(
+        "questions", questions_stage, output, data[0], ("--without", dict(type=Path, nargs="+", default=[])),
+        ("--skip", dict(type=int, default=0)), ("--limit", dict(type=int, default=3000)),
+    )  # fmt: skip
+    stage("narrow", narrow_stage, model, output, data[0], ("--size", dict(type=int, required=True)))
     stage("report", report_stage, output, data[0], ("--book", dict(type=Path)))
     stage(
         "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),

@@ -33,5 +33,17 @@ HEAD3=(--method eagle3 --data "$DATA/train/chat.jsonl.gz" --ttt.steps 5 --batch-
 "$PY" -m eyas train "${HEAD3[@]}" --init "$OUT/head3b" --output "$OUT/head3" --lr 2.9e-3 --warmup-steps 5 --steps 400 --seed 3
 # the fourth stage read features from disk (a subset of 2.3M tokens, passed over one and a half times; the command below reads as many tokens, not the very same ones)
 "$PY" -m eyas train "${HEAD3[@]}" --init "$OUT/head3" --output "$OUT/head3d" --lr 3e-3 --warmup-steps 40 --tokens 3400000 --seed 4 --eval-every 400
-"$PY" runs/make_tiny.py head --model "$OUT/head3d" --output tiny/eyas_tiny/weights/eagle3
+# the whole vocabulary: rows for the 4,096 tokens that were missing, then the target's own answers, sampled and greedy, to questions of chats
+# that are not among the held-in ones (what was run had 1,750 and 620 of these conversations in its first part)
+"$PY" runs/make_tiny.py extend --model "$OUT/head3d" --output "$OUT/head3e"
+QUESTIONS=(--chat "$DATA/train/chat.jsonl.gz" --without "$DATA/eval/chat_heldin_300.jsonl.gz" --seed 21)
+"$PY" runs/make_tiny.py questions "${QUESTIONS[@]}" --limit 2914 --output "$OUT/questions_t1.jsonl"
+"$PY" runs/make_tiny.py questions "${QUESTIONS[@]}" --skip 16000 --limit 1200 --output "$OUT/questions_t0.jsonl"
+"$PY" -m eyas regenerate --data "$OUT/questions_t1.jsonl" --temperature 1 --seed 1 --max-new-tokens 128 --output "$OUT/own_t1.jsonl"
+"$PY" -m eyas regenerate --data "$OUT/questions_t0.jsonl" --max-new-tokens 128 --output "$OUT/own_t0.jsonl"
+OWN=(--method eagle3 --data "$OUT/own_t1.jsonl" --data "$OUT/own_t0.jsonl" --ttt.steps 4 --batch-tokens 1024 --max-length 512 --heldout 0.02
+  --precision float32 --save-every 10 --min-lr-share 0.02 --eval-every 0)
+"$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3e" --output "$OUT/head3f" --lr 7e-4 --warmup-steps 5 --steps 150 --seed 23 --heldout-tokens 8000
+"$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3f" --output "$OUT/head3g" --lr 6e-4 --warmup-steps 10 --steps 500 --seed 24 --heldout-tokens 12000
+"$PY" runs/make_tiny.py head --model "$OUT/head3g" --output tiny/eyas_tiny/weights/eagle3
 "$PY" runs/make_tiny.py report --chat "$DATA/eval/chat_heldin_300.jsonl.gz" --output docs/results/tiny.json

@@ -36,7 +36,8 @@ def _folder() -> Path:
 FOLDER = _folder()
 HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by the kind of head that a method reads
 # The fastest method on this model (docs/results.md, runs/speed.py): with --tree auto 1,058 tokens/s
-# greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29.
+# greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29. (With
+# the head before this one, of 4,096 draft tokens; docs/results/heads_shipped*.json have this one's.)
 BEST = "eagle3"
 # The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time. Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,6 +18,7 @@ from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, flags
+from eyas.core.placement import is_split
 from eyas.core.pretrained import Spread, check_config, read_tokenizer
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
@@ -25,6 +27,7 @@ from eyas.hardware import release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
+log = logging.getLogger(__name__)  # the command line shows its messages
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
 AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head
@@ -114,6 +117,9 @@ def load(
         drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     runners.warm_up(drafter)
     release_threads()
+    if mode == "auto" and is_split(loaded_target.model):
+        log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
+        mode = "fixed"
     policy = auto(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 

@@ -1,10 +1,13 @@
-"""Models that accelerate has spread with a `device_map`: some weights wait in memory or on a disk until their layer computes.
+"""Models whose weights are not whole on one device: some wait in memory or on a disk (`device_map`), or processes share them (`tp_plan`).
 
 accelerate puts a hook on each module, which fetches the module's weights before its forward and moves its inputs to the device that it
 computes on. All modules must compute on one device: the keys and values of all layers, and the trees, lie there. So weights may wait
 anywhere, but layers on two GPUs are refused.
 
-This module knows accelerate's hooks and nothing else of it; it is imported by transformers where a device map is asked for.
+With a `tp_plan` each process computes a part of every layer. All get the same logits, and draw with the same seeds, so all reach the same
+verdict, as long as nothing depends on a process's own clock.
+
+This module knows accelerate's hooks and torch's DTensor, and imports neither.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 from eyas.errors import ModelError
 
-__all__ = ["device_of", "has_waiting_weights", "value_of"]
+__all__ = ["device_of", "has_waiting_weights", "is_split", "value_of"]
 
 
 def has_waiting_weights(model: nn.Module) -> bool:
@@ -44,18 +47,29 @@ def device_of(model: nn.Module) -> torch.device:
     return places.pop()
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether the weights are split over processes (`tp_plan` of transformers), each of which computes a part of every layer."""
+    return any(_is_split(weight) for weight in model.parameters())
+
+
+def _is_split(weight: Tensor) -> bool:
+    return hasattr(weight, "full_tensor")  # torch's DTensor, whose module takes seconds to import
+
+
 def _device(place: Any) -> torch.device:
     """A device as accelerate writes it; a number is that of a GPU."""
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """The value of a weight, by its name among the model's parameters; one that waits is read."""
+    """The value of a weight, by its name among the model's parameters. One that waits is read. The parts of one that is split are gathered,
+    so all processes must call this."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     weight: Tensor = getattr(module, last)
     waiting = next((hook.weights_map for hook in _hooks_of(module) if getattr(hook, "weights_map", None) is not None), None)
-    return weight if weight.device.type != "meta" or waiting is None else waiting[last]
+    value: Tensor = weight if weight.device.type != "meta" or waiting is None else waiting[last]
+    return value.full_tensor() if _is_split(value) else value  # type: ignore[operator]
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:

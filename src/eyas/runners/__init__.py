@@ -20,7 +20,7 @@ from copy import copy
 import torch
 
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.placement import has_waiting_weights
+from eyas.core.placement import has_waiting_weights, is_split
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
@@ -130,9 +130,9 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
         if kernels != "auto":
             warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
         return target
-    if has_waiting_weights(target.model):
+    if has_waiting_weights(target.model) or is_split(target.model):
         if kernels != "auto":
-            warnings.warn("no CUDA graphs: the device_map lets weights wait, and each forward fetches them", stacklevel=5)
+            warnings.warn("no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes", stacklevel=5)
         return target
     if target.state_modules:
         if kernels != "auto":

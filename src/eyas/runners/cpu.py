@@ -21,7 +21,7 @@ from eyas import kernels
 from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
-from eyas.core.placement import has_waiting_weights
+from eyas.core.placement import has_waiting_weights, is_split
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
@@ -229,6 +229,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
     if family.model_type not in FAMILIES:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
+    if is_split(target.model):
+        raise UnsuitedError("the kernels compute whole layers, and its weights are split over processes (tp_plan)")
     if has_waiting_weights(target.model):
         raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
     if has_adapter_layers(target.model):

@@ -49,11 +49,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def is_split(model: nn.Module) -> bool:
     """Whether the weights are split over processes (`tp_plan` of transformers), each of which computes a part of every layer."""
-    return any(_is_split(weight) for weight in model.parameters())
-
-
-def _is_split(weight: Tensor) -> bool:
-    return hasattr(weight, "full_tensor")  # torch's DTensor, whose module takes seconds to import
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())  # torch's DTensor, whose module takes seconds to import
 
 
 def _device(place: Any) -> torch.device:
@@ -69,7 +65,8 @@ def value_of(model: nn.Module, name: str) -> Tensor:
     weight: Tensor = getattr(module, last)
     waiting = next((hook.weights_map for hook in _hooks_of(module) if getattr(hook, "weights_map", None) is not None), None)
     value: Tensor = weight if weight.device.type != "meta" or waiting is None else waiting[last]
-    return value.full_tensor() if _is_split(value) else value  # type: ignore[operator]
+    gathered: Any = getattr(value, "full_tensor", None)
+    return value if gathered is None else gathered()
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:

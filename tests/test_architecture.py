@@ -72,10 +72,11 @@ def modules_of(package: Path) -> dict[str, Path]:
 def imports_of(package: Path, rules: Rules) -> list[Import]:
     """Every import, wherever it stands in a file."""
     modules, imports = modules_of(package), []
+    known = {*modules, *(f"{package.name}.{name}" for name in rules.layers)}
     for importer, file in modules.items():
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)):
-            for imported in _imported_by(node, importer, file, {*modules, *(f"{package.name}.{name}" for name in rules.layers)}):
+            for imported in _imported_by(node, importer, file, known):
                 if imported != importer:
                     imports.append(Import(importer, imported, f"{file.relative_to(package.parent).as_posix()}:{node.lineno}"))
     return imports

@@ -128,6 +128,7 @@ def test_the_table_of_names() -> None:
     assert set(ours) - {"n"} <= GenerateKeywords.__annotations__.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
 def test_the_page_runs() -> None:
     """A newcomer copies it. The three requests are one: those with a seed get the same text."""

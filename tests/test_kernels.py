@@ -21,6 +21,8 @@ from eyas.runners.cpu_ops import CpuNoise
 vnni_only = pytest.mark.skipif(not (kernels.available() and kernels.has_vnni()), reason="a CPU without VNNI")
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "tests" / "lesser"
+
 
 def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tensor:
     """A matrix that this type holds without loss, and no narrower one."""
@@ -142,11 +144,11 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
 
 
 @contextmanager
-def lesser(flags: list[str], folder: Path) -> Iterator[None]:
-    """Kernels as a lesser machine of this kind builds them. The cache survives the test, so that they are built once."""
+def lesser(flag: str) -> Iterator[None]:
+    """Kernels as a lesser machine of this kind builds them: once for all sessions, with -O1, in a third of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(_build, "FLAGS", (*_build.FLAGS, *flags))
+        patch.setenv("XDG_CACHE_HOME", str(CACHE / flag.lstrip("-")))
+        patch.setattr(_build, "FLAGS", (*_build.FLAGS, "-O1", flag))
         _build.outcome.cache_clear()
         try:
             yield
@@ -158,9 +160,9 @@ def lesser(flags: list[str], folder: Path) -> Iterator[None]:
 @needs
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
 @pytest.mark.parametrize("flag", ["-mno-avx512vnni", "-mno-avx512f", "-march=x86-64"])
-def test_lesser_machines(flag: str, tmp_path: Path) -> None:
+def test_lesser_machines(flag: str) -> None:
     """Guards what this machine leaves out: int8 as floats, AVX2, and plain vectors."""
-    with lesser([flag], tmp_path):
+    with lesser(flag):
         assert kernels.available()
         for kind in (torch.float32, torch.bfloat16, torch.int8):
             weight, x = stored(kind), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
@@ -209,10 +211,11 @@ def test_weights_rounded_to_bfloat16() -> None:
 amx_only = pytest.mark.skipif(not (kernels.available() and kernels.has_amx()), reason="a CPU without AMX")
 
 
+@pytest.mark.slow
 @amx_only
 @pytest.mark.parametrize("inputs", [64, 448, 1024])
 @pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
-def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> None:
     """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows, panels of both threads,
     a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
@@ -220,7 +223,7 @@ def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat, tmp
     rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
     rows[24][5], rows[33][7, 3], rows[33][9, 2], rows[48][4] = 0, torch.inf, torch.nan, torch.inf
     found = {M: kernels.linear(matrix, x) for M, x in rows.items()}
-    with lesser(["-mno-amx-int8"], tmp_path_factory.getbasetemp() / "no amx"):  # built for the first of these tests
+    with lesser("-mno-amx-int8"):
         assert kernels.has_vnni()
         assert not kernels.has_amx()
         for M, x in rows.items():

@@ -110,16 +110,18 @@ def test_every_method(name: str) -> None:
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_at_every_batch_size(name: str, family: str) -> None:
     """Guards each method's sessions: rows of different ages, 1, 2, 3 and 8 at a time. Greedy rows equal plain decoding for every method;
-    sampled rows equal it where children are chosen; where they are sampled, rows equal what they are alone."""
+    sampled rows equal it where children are chosen; where they are sampled, rows equal what they are alone. Two of the numbers of rows for
+    each family, by turns from method to method: each pair of method, family and rows comes once."""
     drafter = make(name, Target(model(family)))
     answered = requests(family, 8, SAMPLINGS)
-    alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in answered]
-    for (request, expected), got in zip(answered, alone, strict=True):
-        if request.sampling.greedy or name not in DRAWN:
-            assert tuple(got) == expected, f"{request.sampling}"
-    for rows in (2, 3, 8):
+    wanted = [list(expected) for _, expected in answered]
+    if name in DRAWN:
+        alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in answered]
+        wanted = [list(expected) if r.sampling.greedy else got for (r, expected), got in zip(answered, alone, strict=True)]
+    turn = drafters.names().index(name) + (family == "llama")
+    for rows in (1, 3) if turn % 2 else (2, 8):
         tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered])
-        assert tokens == alone, f"{rows} rows"
+        assert tokens == wanted, f"{rows} rows"
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])

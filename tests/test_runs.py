@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig
 import processes
 import toy_tokenizer
 import zoo
+from eyas import cli
 from eyas.cli._app import parse
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
@@ -218,6 +219,8 @@ def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest
     ablation, heads = command("ablation"), command("_heads")
     given = [*arguments(model, tmp_path, "ablation"), "--data", str(chats(tmp_path / "chat.jsonl", 40, "that is"))]
     given += ["--tokens", "300", "--heldout-tokens", "100", "--rates", "1e-3", "--variants", "eagle3; eagle1 net"]
+    assert heads.call([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    monkeypatch.setattr(heads, "call", lambda line: cli.run(line[line.index("eyas") + 1 :]))  # no process that imports torch for each head
     ablation.main(given)
     record = json.loads((tmp_path / "ablation.json").read_text())
     assert set(record["kinds"]) == {"eagle3", "eagle1 net"}

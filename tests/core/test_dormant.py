@@ -195,16 +195,12 @@ class Awake(Policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waiting", [512, 3])
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("vanilla", "lookahead")])
-def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
-    name: str, waiting: int, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or forgets what was pending: the text stays
     right, the drafts become worse. Compared at every position with drafts of a session that drafted at all of them; with 3 tokens that may
-    wait at most, rows read while asleep. Lookahead is left out: its window are n-grams of cycles that a sleeping one does not have; it
-    begins a new one."""
-    monkeypatch.setattr(_sleep, "WAITING", waiting)
+    wait at most, rows read while asleep. Each pair of law, spare and limit comes once. Lookahead is left out: its window are n-grams of
+    cycles that a sleeping one does not have; it begins a new one."""
     compared, behind, foretold = [0, 0], 0, 0
     for law, prompt, seed in ((Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)):
         if name in DRAWN and not law.greedy:
@@ -212,6 +208,7 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
         request, awake = Request(prompt, NEW, law), Spy(right_now_and_then(name, target))
         run(Decoder(target, adapted(awake, Awake()), 2), [request, Request((5,), 2 * NEW)])
         for kind, fallback in enumerate((None, suffix(target, depth=3))):
+            monkeypatch.setattr(_sleep, "WAITING", 512 if (seed + kind) % 2 else 3)
             asleep = Spy(right_now_and_then(name, target), waking=True)
             _, steps = run(Decoder(target, adapted(asleep, Naps(seed, fallback)), 1), [request])
             for place, drafted in asleep.seen.items():
@@ -283,7 +280,7 @@ class SmallerTrees(Policy):
         pass
 
 
-@pytest.mark.parametrize("plain", [0, 3])
+@pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
 def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:
     """Bug: of a row whose request has ended, drafted or not in its last cycles, a longer path waits to be read than the trees of the

@@ -85,7 +85,10 @@ def test_against_generate(family: str) -> None:
 
 SOME = ("vanilla", "suffix", "eagle1", "eagle2", "self_speculative", "small_model")  # one of each kind of session
 METHODS = [
-    *((name, "lfm2") for name in drafters.names()),
+    *(
+        pytest.param(name, "lfm2", marks=[] if name in ("suffix", "eagle2", "small_model") else pytest.mark.slow)
+        for name in drafters.names()
+    ),
     *(pytest.param(name, "qwen3_next", marks=pytest.mark.slow) for name in SOME),
 ]
 
@@ -194,7 +197,8 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
     assert tuple(tokens[tickets[1]]) == texts[1][len(second.prompt) :]
 
 
-@pytest.mark.parametrize("family", KEPT)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "qwen3_next"])
 @pytest.mark.parametrize("name", ["suffix", "eagle2", "small_model"])
 def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
     """Requests come at random moments, share prefixes with texts that are kept or in flight, and are read in chunks of 7 tokens."""

@@ -24,7 +24,7 @@ from eyas.timing import StageTimer
 from reference import plain_decode
 from test_lossless import DRAWN, SAMPLINGS
 
-QUICK = {"vanilla", "eagle2", "suffix", "eagle2 by chance"}
+QUICK = {"eagle2", "suffix"}
 CASES = [*drafters.names(), "eagle2+suffix", "eagle2 by chance"]
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 LENGTHS = (40, 3, 23, 61, 1, 17, 9)

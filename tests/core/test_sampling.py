@@ -263,6 +263,7 @@ def test_noise_is_finite_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatch
     assert torch.isfinite(noise_of(0).gumbel(torch.tensor([[0]]), 3)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
     """Guards the distribution: Kolmogorov-Smirnov along tokens, positions and seeds, 60,000 values each. False alarm 1e-6 per test.

@@ -344,7 +344,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("tight", [False, True], ids=["forced", "tight"])
+@pytest.mark.parametrize("tight", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forced", "tight"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
@@ -491,7 +491,9 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
     return cycle
 
 
-@pytest.mark.parametrize("q", ["near", "far", "same", "flat", "opposite", "point", "two"])
+@pytest.mark.parametrize(
+    "q", ["near", "far", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "flat", "opposite", "point", "two"))]
+)
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_trees_are_exact(name: str, q: str) -> None:
     """Guards recursive rejection: residuals, q without the refused sibling, bonus. Enumeration of drafts, accept tests and bonus: no odds.
@@ -590,6 +592,7 @@ def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: 
     return end, int((left_NV[end].log() + noise.gumbel(torch.tensor([[root + end + 1]]), p_NV.shape[1])[0, 0].double()).argmax())
 
 
+@pytest.mark.slow
 def test_a_block_against_a_slow_one() -> None:
     """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as it comes out alone. Odds of a near-tie
     between float32 and float64: 1e-4, seeded."""
@@ -802,6 +805,7 @@ def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft
     return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.of(samplings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_random_trees_against_a_slow_verification(drawn: bool) -> None:
     """Guards keys and positions of the noise, greedy rows among sampled ones, and every shape that enumeration has not. 40 batches of 24.

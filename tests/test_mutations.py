@@ -77,6 +77,7 @@ def test_every_change_applies() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every mutation is tried in a forked process")
 def test_every_mutation_is_found() -> None:
     """Guards that the other tests would notice: each mutation fails its check by an assertion of a test, not by a crash. Deterministic."""

@@ -315,6 +315,7 @@ def test_the_table_of_heads(command: Any) -> None:
 # --- runs/gpu.py -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can go; texts are equal by every runner;
     each case is in the record; a second run measures nothing again."""

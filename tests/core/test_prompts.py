@@ -27,6 +27,7 @@ from test_lossless import DRAWN, SAMPLINGS
 QUICK = {"eagle2", "suffix"}
 CASES = [*drafters.names(), "eagle2+suffix", "eagle2 by chance"]
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+Setting = tuple[int | None, int, int]  # tokens of prompts per cycle, rows, seed
 LENGTHS = (40, 3, 23, 61, 1, 17, 9)
 
 
@@ -49,6 +50,11 @@ def method_of(name: str, target: Target, seed: int = 0) -> Drafter:
     """The method; "by chance": with a policy that lets it sleep by lot, while another drafts or nobody."""
     drafter = right_now_and_then(name.removesuffix(" by chance"), target)
     return adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))) if name.endswith("by chance") else drafter
+
+
+def by_turns(name: str, *settings: Setting) -> Setting:
+    """The method's one of these: half the methods have the first, half the second."""
+    return settings[CASES.index(name) % len(settings)]
 
 
 def decode(decoder: Decoder, requests: list[Request], seed: int) -> tuple[list[list[int]], list[Step]]:
@@ -83,7 +89,7 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
     """Bugs: a cycle of other rows overwrites what a session keeps of a row whose prompt is read half (its pending pair or tokens), or the
     slots of its chunks; a chunk's first pair is lost or read twice. Each would change drafts at least, and ids of sampled children."""
     requests = prompts_of(target)
-    for budget, rows, seed in ((1, 3, 1), (7, 2, 2), (25, 4, 3)):
+    for budget, rows, seed in ((1, 3, 1), by_turns(name, (7, 2, 2), (25, 4, 3))):
         tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
         check(name, target, requests, tokens, f"budget {budget}")
         assert sum(step.prefill for step in steps) == len(requests)
@@ -123,7 +129,7 @@ def test_prefixes_of_other_rows(name: str, target: Target) -> None:
     """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how many; a row that is
     copied from is disturbed; what a row held before stays in a text index."""
     requests = shared_prompts(target)
-    for budget, rows, seed in ((None, 3, 1), (9, 3, 2), (16, 2, 3)):
+    for budget, rows, seed in ((None, 3, 1), by_turns(name, (9, 3, 2), (16, 2, 3))):
         tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, True, prefill_budget=budget), requests, seed)
         check(name, target, requests, tokens, f"budget {budget}, {rows} rows")
         least = 40 if name == "seagle" else 100  # its window has lost most pairs of a text, so the text is read again

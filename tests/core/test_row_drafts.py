@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
-from core.test_prompts import PARAMS, decode, method_of, plain
+from core.test_prompts import PARAMS, by_turns, decode, method_of, plain
 from eyas import drafters
 from eyas.core.dormant import adapted
 from eyas.core.engine import Decoder, Request, Step
@@ -83,7 +83,7 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
         if wish in ("prediction", "both"):
             request = replace(request, prediction=changed(answer, i))
         requests.append(replace(request, prediction=tuple(range(9)) * 3) if wish == "wrong" else request)
-    for rows, budget, seed in ((3, 9, 1), (1, None, 2), (4, None, 3)):
+    for budget, rows, seed in ((9, 3, 1), by_turns(name, (None, 1, 2), (None, 4, 3))):
         tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
         for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
             if request.sampling.greedy or name not in DRAWN or request.prediction or request.draft == "off":

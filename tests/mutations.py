@@ -3,15 +3,14 @@
     python tests/mutations.py     one JSON line per trial: {"trial": name, "outcome": "passed" | "assertion" | "error", "words": ...}
 
 A trial runs one check of the test files in a process of its own, into which the package is imported with the mistake (rewriting.py). The
-processes are forked from one that has already imported torch and transformers but nothing of eyas. The trials of ORIGINAL change nothing,
-must pass, and share one process.
+processes are forked from one that has already imported torch and transformers but nothing of eyas. The trials of ORIGINAL change nothing
+and must pass.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import json
 import os
 import signal
@@ -506,22 +505,16 @@ MUTATIONS = (
 # --- trials ----------------------------------------------------------------------------------------------------------------------------
 
 
-Trials = dict[str, Check]  # name -> check, with the same changes
-
-
-def trials() -> Iterator[tuple[tuple[Change, ...], Trials]]:
-    """Every distinct check on the code as it is, in one process; then every mutation, each in its own."""
-    checks = {repr(m.check): m.check for m in MUTATIONS}.values()
-    yield (), {ORIGINAL + f"{check[1]}{check[2]}": check for check in checks}
+def trials() -> Iterator[tuple[str, tuple[Change, ...], Check]]:
+    """Every distinct check on the code as it is, then every mutation."""
+    for check in {repr(m.check): m.check for m in MUTATIONS}.values():
+        yield ORIGINAL + f"{check[1]}{check[2]}", (), check
     for m in MUTATIONS:
-        yield m.changes, {m.name: m.check}
+        yield m.name, m.changes, m.check
 
 
 def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
-    """Run one check with these changes. An assertion counts when a test, or what a test called to compare, raised it.
-
-    Without changes several checks may be run in one process.
-    """
+    """Run one check with these changes. An assertion counts when a test, or what a test called to compare, raised it."""
     module, function, arguments = check
     try:
         install(changes)
@@ -538,24 +531,19 @@ def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
     return {"outcome": "passed", "words": ""}
 
 
-def forked(changes: tuple[Change, ...], checks: Trials) -> Iterator[dict[str, str]]:
-    """The outcomes of these checks in a process of their own, which ends itself when it computes for too long."""
+def forked(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
+    """The same in a process of its own, which ends itself when it computes for too long."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(read)
-        with os.fdopen(write, "w") as pipe:
-            for check in checks.values():
-                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-                print(json.dumps(attempt(changes, check)), file=pipe, flush=True)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        os.write(write, json.dumps(attempt(changes, check)).encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as pipe:
-        results = [json.loads(line) for line in pipe]
+    with os.fdopen(read, "rb") as pipe:
+        result = pipe.read()
     status = os.waitpid(child, 0)[1]
-    failed = {"outcome": "error", "words": f"the process ended with status {status}"}
-    for name, result in itertools.zip_longest(checks, results, fillvalue=failed):
-        yield {"trial": str(name), **result}
+    return json.loads(result) if result else {"outcome": "error", "words": f"the process ended with status {status}"}
 
 
 def main() -> None:
@@ -570,9 +558,8 @@ def main() -> None:
     tiny("llama", num_hidden_layers=1)  # whatever all checks need is in memory before the forks
     del pytest, stats, transformers
     assert "eyas" not in sys.modules
-    for changes, checks in trials():
-        for result in forked(changes, checks):
-            print(json.dumps(result), flush=True)
+    for name, changes, check in trials():
+        print(json.dumps({"trial": name, **forked(changes, check)}), flush=True)
 
 
 if __name__ == "__main__":

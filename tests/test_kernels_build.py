@@ -113,7 +113,9 @@ def test_a_truncated_library_does_not_kill_a_process(library: Path, compiler: Co
     """The same bug, in a process of its own, with a compiler that is gone meanwhile."""
     program = compiler(f'cp {library} "$out"')
     assert not reason()
-    next(folder(tmp_path).glob("*.so")).write_bytes(library.read_bytes()[:5000])
+    built = next(folder(tmp_path).glob("*.so"))
+    built.unlink()  # as above
+    built.write_bytes(library.read_bytes()[:5000])
     program.write_text("#!/bin/sh\nexit 1\n")
     done = subprocess.run(
         [sys.executable, "-c", "from eyas import kernels; print(kernels.why_not())"], capture_output=True, text=True, check=False

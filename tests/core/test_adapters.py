@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import eyas
 import zoo
-from eyas import drafters, runners
+from eyas import checkpoints, drafters, runners
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
@@ -145,12 +145,14 @@ def test_kept_text_of_another_adapter_is_not_used(target: Target, folders: dict[
         decoder.add(asking(answered(folders["lora"])[0][0], "lora"))
 
 
-def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, str]) -> None:
+def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, str], tmp_path: Path) -> None:
     """Guards the fingerprint: it is the base model's where adapters are switched, and remembered where one is merged."""
     plain, merged = Target(zoo.FAMILIES["llama"]()), Target.of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
     assert target.fingerprint() == plain.fingerprint() != merged.fingerprint()
     assert merged.is_adapted_from(plain.fingerprint())
     assert not merged.is_named(plain.fingerprint())
+    checkpoints.save(make("eagle1", merged).weights(), tmp_path)  # bug: its fingerprint was not read again
+    assert merged.is_named(str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
     assert target.is_adapted_from(plain.fingerprint())
     assert not plain.is_adapted_from(plain.fingerprint())
 

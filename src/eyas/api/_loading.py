@@ -19,7 +19,7 @@ from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, flags
 from eyas.core.placement import is_split
-from eyas.core.pretrained import Spread, check_config, read_tokenizer
+from eyas.core.pretrained import Spread, check_config, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
@@ -40,6 +40,7 @@ def load(
     *,
     draft_with: str | None = None,
     adapter: str | Path | Sequence[str | Path] | Mapping[str, str | Path] | None = None,
+    gguf_file: str | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | int | None = "auto",
@@ -55,8 +56,8 @@ def load(
     """Load a target with a drafter, ready to generate.
 
     Args:
-        target: local folder, hub id, or a loaded model, which is used as it is. None: the embedded
-            model with its own head.
+        target: local folder, hub id, a file in GGUF format, or a loaded model, which is used as it is;
+            quantised models stay quantised (docs/targets.md). None: the embedded model with its own head.
         draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none. "auto": the first head
             that is listed for this target and can be read (docs/checkpoints.md); a warning says which.
         method: a name from `eyas methods` or a dotted path. None: the method that the head was made
@@ -64,11 +65,14 @@ def load(
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
         adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub id.
-            It is merged into the weights. Several, as a dict from names to folders: requests choose one
+            It is merged into the weights, if these are not quantised. Several, as a dict from names to folders: requests choose one
             by `generate(..., adapter=name)`. A PeftModel as the target is used as it is, with all of its
             adapters. Needs the extra `peft`.
+        gguf_file: the name of a file in GGUF format in the target's folder or on the hub; its weights
+            become plain ones. Needs the extra `quantised`.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
-        dtype, device: "auto": float32 on a CPU; on an accelerator the checkpoint's own dtype.
+        dtype, device: "auto": float32 on a CPU; on an accelerator, and for quantised weights, the
+            checkpoint's own dtype.
         device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto", or a device, "cpu" or "disk"
             for each part of the model. All layers must compute on one device; weights that wait elsewhere are fetched for each forward.
             Needs the extra `offload`.
@@ -102,7 +106,9 @@ def load(
         method = method or (tiny.BEST if draft in (None, AUTO) else None)
         if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).reads)
-    loaded_target, loaded_tokenizer = _load_target(target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread)
+    loaded_target, loaded_tokenizer = _load_target(
+        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file
+    )
     loaded_target = runners.prepared(
         loaded_target,
         on_or_off(kernels),
@@ -132,8 +138,11 @@ def _load_target(
     trust_remote_code: bool,
     adapters: dict[str, str] | str | None,
     spread: Spread | None,
+    gguf_file: str | None = None,
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
+    if gguf_file is not None and not isinstance(source, str | Path):
+        raise OptionError("gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it")
     if source is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
@@ -149,9 +158,13 @@ def _load_target(
         return Target.of(source, name or type(source).__name__), loaded_tokenizer
     if not isinstance(source, str | Path):
         raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
-    check_config(source, trust_remote_code)
-    loaded_tokenizer = read_tokenizer(source, trust_remote_code) if tokenizer is None else _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters, spread=spread), loaded_tokenizer
+    source, gguf_file = split_gguf(source, gguf_file)
+    check_config(source, trust_remote_code, gguf_file=gguf_file)
+    if tokenizer is None:
+        loaded_tokenizer = read_tokenizer(source, trust_remote_code, gguf_file=gguf_file)
+    else:
+        loaded_tokenizer = _tokenizer(tokenizer, trust_remote_code)
+    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters, spread=spread, gguf_file=gguf_file), loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
@@ -250,8 +263,9 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
         if drafter.needs_weights:
             warnings.warn(f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted", stacklevel=4)
     elif drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
+        known = "other weights than these quantised ones" if target.quantised_by else "another target"
         warnings.warn(
-            f"{draft} was trained for another target: the text stays the same, but less of it may be drafted",
+            f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",
             stacklevel=4,
         )
 

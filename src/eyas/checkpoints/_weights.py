@@ -26,7 +26,7 @@ Published = tuple[dict[str, Any], dict[str, Tensor]]
 """A config.json and the tensors beside it."""
 
 _FLOAT = r"-?(\d+\.\d+|nan|inf)"
-_FINGERPRINT = re.compile(rf"[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
+_FINGERPRINT = re.compile(rf"([0-9a-z_-]+\+)*[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

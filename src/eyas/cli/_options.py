@@ -73,15 +73,18 @@ class TargetOptions:
     """The target model and how it runs."""
 
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """The target model: a folder or a hub id. Default: the embedded model."""
+    """The target model: a folder, a hub id or a file in GGUF format. Default: the embedded model."""
+    gguf_file: Annotated[str | None, "Model", "NAME"] = None
+    """A file in GGUF format of the target's folder or hub repository; its weights become plain ones."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
-    """An adapter of PEFT (LoRA, DoRA), which is merged into the target. NAME=PATH, several times: requests choose one by its name."""
+    """An adapter of PEFT (LoRA, DoRA), which is merged into the target unless it is quantised. NAME=PATH, several times:
+    requests choose one by its name."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     dtype: Annotated[str, "Machine", "NAME"] = "auto"
-    """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere."""
+    """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere and if it is quantised."""
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     device_map: Annotated[str | None, "Machine", "auto|FILE"] = None

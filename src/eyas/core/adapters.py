@@ -1,6 +1,7 @@
-"""Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is merged into the weights, or several that requests choose from.
+"""Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is always in use, or several that requests choose from.
 
     merge(model, folder)             -> the same model with other weights; nothing of PEFT is left in it
+    beside(model, folder)            -> the same model with layers of PEFT that add the adapter's part: for quantised weights
     digest(folder)                   -> a hash of the adapter's tensors
     AdapterSet.load(model, folders)  -> layers of PEFT around the model's own; `use` switches the whole model to one of them
 
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 
 from eyas.errors import EyasError, ModelError, OptionError, near
 
-__all__ = ["BASE", "AdapterSet", "digest", "has_adapter_layers", "is_peft_model", "merge"]
+__all__ = ["BASE", "AdapterSet", "beside", "digest", "has_adapter_layers", "is_peft_model", "merge"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
@@ -59,6 +60,19 @@ def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         merged: PreTrainedModel = tuned.merge_and_unload(safe_merge=True)
     log.info("adapter %s is merged into the weights", folder)
     return merged
+
+
+def beside(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """The model with the adapter in layers of its own, always in use. Merged into quantised weights, it would be rounded as they are.
+
+    Raises:
+        ModelError: the adapter cannot be loaded, or does not fit the model.
+        OptionError: PEFT is not installed.
+    """
+    adapters = AdapterSet.load(model, {"adapter": folder})
+    adapters.use("adapter")
+    log.info("adapter %s stays beside the weights, which are quantised", folder)
+    return model
 
 
 def digest(folder: str | Path) -> str:

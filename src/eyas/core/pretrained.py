@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,7 +32,9 @@ from transformers import (
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.files import parse_json
 
-__all__ = ["Spread", "check_config", "read_model", "read_tokenizer"]
+__all__ = ["Spread", "check_config", "read_model", "read_tokenizer", "split_gguf"]
+
+CPU = torch.device("cpu")
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # the names that configurations use
 MOST_LAYERS = 10_000
@@ -66,30 +71,42 @@ def read_model(
     trust_remote_code: bool = False,
     role: str = "target",
     spread: Spread | None = None,
+    gguf_file: str | None = None,
+    device: torch.device = CPU,
+    own_dtype: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model in eval mode, on the CPU.
+    """Load a causal language model in eval mode.
 
     Args:
         source: local folder or hub id.
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
         spread: where its weights go, instead of the CPU.
+        gguf_file: a file in GGUF format in that folder; its weights become plain ones.
+        device: where it is put. A quantised model is loaded there, as its library may not move it.
+        own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
 
     Raises:
         ModelError: the model cannot be loaded or tensors are missing; the message names the file
             where one is broken.
+        OptionError: a package that reads GGUF files is missing.
     """
-    check_config(source, trust_remote_code, role)
+    config = check_config(source, trust_remote_code, role, gguf_file)
+    options = {} if gguf_file is None else _gguf_options(gguf_file)
+    quantised = getattr(config, "quantization_config", None) is not None and gguf_file is None
+    if quantised and device != CPU and spread is None:
+        options["device_map"] = {"": device}
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(source),
-            dtype=dtype,
+            dtype="auto" if quantised and own_dtype else dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **options,
             **_spread_keywords(spread),
         )
-    model: PreTrainedModel = loaded[0]
+    model: PreTrainedModel = loaded[0] if quantised or spread is not None else loaded[0].to(device)
     info = loaded[1]
     if absent := sorted(info["missing_keys"]):
         raise ModelError(f"{role} {str(source)!r} lacks tensors: {_first_of(absent)}")
@@ -107,35 +124,49 @@ def _spread_keywords(spread: Spread | None) -> dict[str, Any]:
     return {"device_map": spread.device_map, "offload_folder": spread.folder}
 
 
-def check_config(source: str | Path, trust_remote_code: bool = False, role: str = "target") -> None:
+def check_config(
+    source: str | Path, trust_remote_code: bool = False, role: str = "target", gguf_file: str | None = None
+) -> PreTrainedConfig:
     """Read a model's configuration before anything large is read.
 
     Raises:
         ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses
             the configuration.
+        OptionError: a package that reads GGUF files is missing.
     """
-    _check_path(source, role)
+    _check_path(source, role, gguf_file)
+    if gguf_file is not None:
+        _check_gguf_packages()
+        with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _no_faults, f"{gguf_file}: "):
+            stated: PreTrainedConfig = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
+            return stated
     folder = _folder(source)
     if folder is not None and (fault := next(_layer_faults(folder), None)):  # transformers would list every layer of it
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
-        AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     folder = _folder(source)  # a hub id is in the cache by now
     if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):  # transformers ignores it
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
+    return config
 
 
-def read_tokenizer(source: str | Path, trust_remote_code: bool = False, required: bool = False) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(
+    source: str | Path, trust_remote_code: bool = False, required: bool = False, gguf_file: str | None = None
+) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer; None where there are no files of one, or where it knows no token.
 
     Args:
         source: local folder or hub id.
         required: raise instead of returning None.
+        gguf_file: a file in GGUF format, which may hold a tokenizer; it is read if the folder has no files of one.
 
     Raises:
         ModelError: the files of a tokenizer are there and it cannot be loaded.
     """
     folder = _folder(source)
+    if gguf_file is not None and (folder is None or not _has_tokenizer(folder)):
+        return _gguf_tokenizer(source, gguf_file)
     if folder is not None and not _has_tokenizer(folder):
         if required:
             raise _no_tokenizer(source)
@@ -156,19 +187,62 @@ def read_tokenizer(source: str | Path, trust_remote_code: bool = False, required
     return None if empty else tokenizer
 
 
+def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
+    """(folder or hub id, file in GGUF format or None): a path to such a file stands for its folder and its name."""
+    path = Path(source)
+    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
+        return path.parent, path.name
+    return source, gguf_file
+
+
+def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a file in GGUF format; None, with a warning, where transformers cannot make one of it."""
+    try:
+        with _one_line_errors("", source, _no_faults):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
+            return tokenizer
+    except ModelError as error:
+        warnings.warn(f"no tokenizer from {gguf_file}{error}; name another (tokenizer=..., --tokenizer)", stacklevel=4)
+        return None
+
+
+def _gguf_options(gguf_file: str) -> dict[str, Any]:
+    """Keywords of from_pretrained that make plain weights of a file in GGUF format; an older transformers knows no other way."""
+    settings = getattr(transformers, "GgufConfig", None)
+    return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
+
+
+def _check_gguf_packages() -> None:
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise OptionError(
+                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
+            )
+
+
 def _no_tokenizer(source: str | Path) -> ModelError:
     return ModelError(f"there is no tokenizer in {str(source)!r}: name the folder or hub id of one")
 
 
-def _check_path(source: str | Path, role: str) -> None:
+def _check_path(source: str | Path, role: str, gguf_file: str | None = None) -> None:
     """ModelError for a name that can be neither a model's folder nor a hub id."""
     path, name = Path(source), str(source)
+    if gguf_file is not None and path.is_dir():
+        if not (path / gguf_file).is_file():
+            there = ", ".join(sorted(file.name for file in path.glob("*.gguf"))[:5])
+            raise ModelError(f"{role} folder {name!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}")
+        return
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout")
+        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}")
     if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name):
         raise ModelError(f"{role} {name!r} does not exist")
+
+
+def _gguf_hint(folder: Path) -> str:
+    found = sorted(folder.glob("*.gguf"))
+    return f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
 
 
 def _folder(source: str | Path) -> Path | None:
@@ -225,6 +299,11 @@ def _message(error: Exception) -> str:
 def _first_of(names: list[str], shown: int = 5) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def _no_faults(folder: Path) -> Iterator[str]:
+    """No file is looked at: the library's message says what is wrong."""
+    yield from ()
 
 
 def _config_faults(folder: Path) -> Iterator[str]:

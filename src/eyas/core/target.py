@@ -17,7 +17,6 @@ D hidden, V vocabulary, W width of the cache in use.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,11 +29,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from eyas.core import families
-from eyas.core.adapters import AdapterSet, digest, is_peft_model, merge
+from eyas.core import families, quantised
+from eyas.core.adapters import AdapterSet, beside, digest, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
+from eyas.core.fingerprints import fingerprint_of, same_weights
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.placement import device_of, value_of
+from eyas.core.placement import device_of
 from eyas.core.pretrained import Spread, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
@@ -137,10 +137,11 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.adapters: AdapterSet | None = None  # that requests choose from
         self.adapter = ""  # the one that this view of the target uses; "": none
-        self.merged = ""  # `core.adapters.digest` of the adapter that was merged into the weights; "": none was
+        self.merged = ""  # `core.adapters.digest` of the adapter that is always in use, merged into the weights or not; "": there is none
         self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
+        self.quantised_by = quantised.library_of(model)  # the library that keeps its layers quantised; "": none does
 
     @classmethod
     def load(
@@ -152,15 +153,17 @@ class Target:
         role: str = "target",
         adapters: Adapters = None,
         spread: Spread | None = None,
+        gguf_file: str | None = None,
     ) -> Target:
-        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator.
+        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator or if it is quantised.
 
-        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the weights go, instead of one device.
+        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the weights go, instead of
+        one device. `gguf_file`: see `core.pretrained.read_model`.
         """
         place = torch.device(pick_device(device))
-        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role, spread)
+        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role, spread, gguf_file, place, dtype == "auto")
         try:
-            return cls.of(model if spread is not None else model.to(place), str(path), adapters)
+            return cls.of(model, "/".join(filter(None, (str(path), gguf_file))), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code, with the values of a configuration that may be broken
@@ -171,15 +174,17 @@ class Target:
     def of(cls, model: Any, name: str = "", adapters: Adapters = None) -> Target:
         """A target from a model or a PeftModel.
 
-        `adapters` change the model: one, by its folder, is merged into the weights; several, by name, are switched between.
+        `adapters` change the model: one, by its folder, is merged into the weights, or stays beside them if they are quantised; several, by
+        name, are switched between.
         """
         if is_peft_model(model):
             found = AdapterSet(model)
             target = cls(model.get_base_model(), name)
             target.adapters, target.adapter = found, found.active
             return target
+        target = cls(model, name)
         if not adapters:
-            return cls(model, name)
+            return target
         base = fingerprint_of(model)
         if isinstance(adapters, Mapping):
             found = AdapterSet.load(model, adapters)
@@ -187,7 +192,7 @@ class Target:
             target = cls(model, name)
             target.adapters = found
         else:
-            target = cls(merge(model, adapters), name)
+            target = cls((beside if target.quantised_by else merge)(model, adapters), name)
             target.merged = digest(adapters)
         target.base_fingerprint = base
         return target
@@ -294,11 +299,11 @@ class Target:
 
     def is_named(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
-        return _same_weights(fingerprint, self.fingerprint())
+        return same_weights(fingerprint, self.fingerprint())
 
     def is_adapted_from(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of the weights before an adapter was added."""
-        return bool(self.base_fingerprint) and _same_weights(fingerprint, self.base_fingerprint)
+        return bool(self.base_fingerprint) and same_weights(fingerprint, self.base_fingerprint)
 
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
@@ -597,30 +602,6 @@ def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
         return of_kind(families.SLIDING)
     none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}  # such layers see no padding here
     return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
-
-
-def fingerprint_of(model: nn.Module) -> str:
-    """A hash of all shapes of weights, and sums over a few of them."""
-    weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if weight.ndim == 2]
-    shapes = hashlib.sha256(repr([(name, tuple(weight.shape)) for name, weight in weights]).encode()).hexdigest()[:12]
-    sums = []
-    for name, _ in (weights[0], weights[len(weights) // 2], weights[-1]):
-        weight = value_of(model, name).detach()
-        some = weight.flatten()[:: max(1, weight.numel() // 4096)].double()
-        signs = torch.arange(len(some), device=some.device) % 3 - 1
-        sums.append(float((some * signs).sum() / some.norm().clamp(min=1e-30)))
-    return f"{shapes}:{','.join(f'{value:.3f}' for value in sums)}"
-
-
-def _same_weights(fingerprint: str, own: str) -> bool:
-    """Whether two fingerprints are those of the same weights, up to the rounding of dtypes."""
-    shapes, _, sums = fingerprint.partition(":")
-    own_shapes, _, own_sums = own.partition(":")
-    try:
-        pairs = zip(map(float, sums.split(",")), map(float, own_sums.split(",")), strict=False)
-        return shapes == own_shapes and all(abs(a - b) < 0.02 for a, b in pairs)
-    except ValueError:  # not a fingerprint of eyas
-        return False
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = ["Settings", "forget", "llm_for", "lock_of"]
 
 ATTRIBUTE = "_eyas"
 MOST = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
-OF_THE_MODEL = ("target", "tokenizer", "dtype", "torch_dtype", "device", "device_map", "offload_folder", "trust_remote_code")
+OF_THE_MODEL = ("target", "gguf_file", "tokenizer", "dtype", "torch_dtype", "device", "device_map", "offload_folder", "trust_remote_code")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from copy import copy
 
 import torch
 
+from eyas.core import quantised
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.placement import has_waiting_weights, is_split
 from eyas.core.target import ModelRunner, Target
@@ -76,6 +77,7 @@ def prepared(
         least = ".".join(map(str, FP8_CAPABILITY))
         raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
     _without_cudnn_attention(target.device)
+    _warn_about_mixing(target)
     made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.run.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
@@ -105,6 +107,10 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
         return target
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
+    if target.device.type == "cuda" and target.quantised_by:  # not tried there
+        if kernels != "auto":
+            warnings.warn(f"the model runs by its own forward: its layers are computed by {target.quantised_by}", stacklevel=4)
+        return target
     if target.device.type == "cuda":
         return _by_graphs(target, kernels, own)
     if kernels == "compile":
@@ -115,6 +121,17 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
         return _with_cycle_kernels(target)
+
+
+def _warn_about_mixing(target: Target) -> None:
+    """Warn of quantised layers that treat a pass over a tree otherwise than single tokens."""
+    if target.quantised_by and (layer := quantised.mixing_layer(target.model)):
+        way_out = "load with llm_int8_threshold=0.0" if target.quantised_by == "bitsandbytes" else "choose scales by token, or weights only"
+        warnings.warn(
+            f"{target.quantised_by} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
+            f"than single ones and the text may differ from plain decoding's: {way_out}",
+            stacklevel=4,
+        )
 
 
 def _with_cycle_kernels(target: Target) -> Target:

@@ -233,6 +233,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError("the kernels compute whole layers, and its weights are split over processes (tp_plan)")
     if has_waiting_weights(target.model):
         raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
+    if target.quantised_by:
+        raise UnsuitedError(f"its layers are kept quantised and are computed by {target.quantised_by}")
     if has_adapter_layers(target.model):
         raise UnsuitedError("the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))")
     rope = getattr(config, "rope_parameters", None) or {}

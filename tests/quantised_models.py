@@ -1,0 +1,151 @@
+"""Small random llamas, quantised by the libraries that transformers loads; each function skips the test where its library is absent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+import zoo
+
+__all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf"]
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """These libraries warn, when they are imported and used, of things that are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    with quiet():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+    return model.eval()
+
+
+def plain_folder(folder: Path) -> Path:
+    zoo.tiny("llama", **SIZES).save_pretrained(folder)
+    return folder
+
+
+def _torchao(make: Callable[[Any], Any], **options: Any) -> Callable[[Path], PreTrainedModel]:
+    def made(folder: Path) -> PreTrainedModel:
+        with quiet():
+            library = pytest.importorskip("torchao.quantization", reason="needs torchao")
+            return load(plain_folder(folder), quantization_config=TorchAoConfig(make(library), **options))
+
+    return made
+
+
+def _bitsandbytes(**options: Any) -> Callable[[Path], PreTrainedModel]:
+    def made(folder: Path) -> PreTrainedModel:
+        with quiet():
+            pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+            return load(plain_folder(folder), quantization_config=BitsAndBytesConfig(**options))
+
+    return made
+
+
+def _compressed(preset: str) -> Callable[[Path], PreTrainedModel]:
+    def made(folder: Path) -> PreTrainedModel:
+        write_compressed(folder, preset)
+        return load(folder)
+
+    return made
+
+
+def write_compressed(folder: Path, preset: str, **scheme_inputs: Any) -> None:
+    """A checkpoint of compressed-tensors, with the scales of rounding to nearest; `scheme_inputs` change how inputs are rounded."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (the extra quantised)")
+    with quiet():
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        model, scheme = zoo.tiny("llama", **SIZES), preset_name_to_scheme(preset, ["Linear"])
+        if scheme.weights.group_size:
+            scheme.weights.group_size = 32
+        for name, value in scheme_inputs.items():
+            setattr(scheme.input_activations, name, value)
+        settings = QuantizationConfig(config_groups={"group": scheme}, ignore=["lm_head"])
+        apply_quantization_config(model, settings)
+        for module in model.modules():
+            if getattr(module, "quantization_scheme", None) is not None:
+                weight = module.weight.data
+                grouped = weight.unflatten(1, (-1, 32)) if scheme.weights.group_size else weight[:, None]
+                scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
+                module.weight_scale.data.copy_(scale)
+        compressor = ModelCompressor(quantization_config=settings)
+        compressor.compress_model(model)
+        model.save_pretrained(folder)
+        compressor.update_config(str(folder))
+
+
+def write_gguf(path: Path, kind: str = "Q8_0") -> None:
+    """The small llama as a file in GGUF format, without a tokenizer."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
+    model = zoo.tiny("llama", **SIZES)
+    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        array = tensor.numpy()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp pairs neighbouring dimensions for RoPE
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        there = names.get_name(name, try_suffixes=(".weight",))
+        if array.ndim == 2:
+            form = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(there, gguf.quants.quantize(np.ascontiguousarray(array), form), raw_dtype=form)
+        else:
+            writer.add_tensor(there, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _intx(library: Any) -> Any:
+    return library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=library.PerGroup(32))
+
+
+def _int8_dynamic_int4(library: Any) -> Any:
+    return library.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=library.PerGroup(32))
+
+
+# Each treats every token by itself. Where inputs are not rounded, trees give exactly the text of plain decoding.
+KINDS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "torchao int8": _torchao(lambda library: library.Int8WeightOnlyConfig(), include_input_output_embeddings=False),
+    "torchao int4": _torchao(_intx),
+    "torchao fp8": _torchao(lambda library: library.Float8WeightOnlyConfig()),
+    "torchao int8, inputs by token": _torchao(lambda library: library.Int8DynamicActivationInt8WeightConfig()),
+    "torchao int4, inputs by token": _torchao(_int8_dynamic_int4),
+    "bitsandbytes 8 bit, inputs by token": _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
+    "bitsandbytes nf4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "bitsandbytes fp4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "compressed-tensors W4A16": _compressed("W4A16"),
+    "compressed-tensors W8A16": _compressed("W8A16"),
+    "compressed-tensors W8A8, inputs by token": _compressed("W8A8"),
+    "compressed-tensors FP8, inputs by token": _compressed("FP8_DYNAMIC"),
+}

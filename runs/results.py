@@ -481,6 +481,14 @@ def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]
     return table([title, *(names.get(load, load) for load in loads)], lines)
 
 
+SERVER_LOADS = (  # records of eyas beside other servers, before its threads ended with the work; then of eyas alone, after that
+    ("serve_load", "embedded, beside others"),
+    ("serve_load_nestling", "nestling, beside others"),
+    ("serve_load_full", "embedded, eyas alone"),
+    ("serve_load_nestling_own", "nestling with a head of its own, eyas alone"),
+)
+
+
 def servers() -> str:
     """Servers under load."""
     text = prose(
@@ -489,7 +497,7 @@ def servers() -> str:
         "none: no answer began and ended within the seconds that were measured; the first request of transformers' continuous batching "
         "took longer than a round, so its figure for one client is half of what it reaches."
     )
-    for name, model in (("serve_load", "embedded"), ("serve_load_nestling", "nestling")):
+    for name, model in SERVER_LOADS:
         text += load_table(record(name)["closed"], f"{model}, clients", {}) + "\n" + source(name) + "\n"
     rates = {load: f"{100 * float(load):.0f} %" for load in record("serve_load_open")["open"]}
     text += prose("Requests at random times, at shares of the requests a second that drafts off answer with 16 clients:")

@@ -78,6 +78,7 @@ OPTIONS = {
     "dflash": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 6},
     "dspark": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 5, "head.markov_rank": 8, "stop": 0.3},
     "eagle2": TREE,
+    "mtp": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "self_speculative": {"skip": "1,2m", "depth": 3},
     "small_model": {"depth": 3},

@@ -1,0 +1,164 @@
+"""The net of `mtp`: one multi-token-prediction module, as transformers builds it (`transformers.modeling_layers.MtpLayer`).
+
+    [norm(embedding of token t+1), norm(feature of token t)] -> eh_proj -> a decoder layer of the target's own class -> norm
+
+The result has the place of the target's feature after the final norm: the target's lm_head reads it, and so does the module itself in the
+next step. This module knows no session.
+
+Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.modeling_layers import MtpLayer, MtpModel
+
+from eyas.core.cache import KVCache, Layout, WindowCache, layout_of
+from eyas.core.target import Target
+from eyas.drafters._nets import placed, seeded
+from eyas.errors import CheckpointError, ModelError
+
+__all__ = ["LayoutCache", "Net", "load_net", "random_net"]
+
+COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # a config's names for the number of modules
+FULL = "full_attention"
+
+
+class LayoutCache(WindowCache):
+    """A cache without a window, for a layer whose keys and values may differ in width (multi-head latent attention)."""
+
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        KVCache.__init__(self, layout, rows, dtype, device)
+        self.window = None
+        self.see(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool))
+
+
+class Net(nn.Module):
+    """One MTP module with the interface of an EAGLE net (`_eagle.EagleNet`).
+
+    Args:
+        module: of class MtpLayer, or of the same interface.
+        rotary: the target's rotary embedding, which is no part of the net; None: the target has none.
+        shared_norm: the norm behind a module that has none of its own; None: there is no such norm.
+    """
+
+    def __init__(self, module: nn.Module, rotary: nn.Module | None, shared_norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.module, self.shared_norm = module, shared_norm
+        self.rotary = [rotary]  # in a list, so that it is not registered
+        self.config: Any = module.config
+        kinds = getattr(self.config, "layer_types", None)
+        self.kind = kinds[0] if kinds else FULL
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features after the final norm [..., D], unchanged."""
+        return features
+
+    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+        """Store the keys and values of consecutive pairs of a prompt; see `EagleNet.remember`."""
+        N = position_RN.shape[1]
+        causal_NN = torch.ones(N, N, dtype=torch.bool, device=hidden_RND.device).tril()
+        cache.see(position_RN[:, 0], causal_NN.expand(len(position_RN), N, N))
+        self(hidden_RND, embeddings_RND, position_RN, cache)
+
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
+        """See `EagleNet.__call__`."""
+        return self._run(hidden_RND, embeddings_RND, position_RN, cache, self._mask(cache, position_RN, hidden_RND.dtype))
+
+    def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
+        """The sizes that the module's layer caches, found by running it on one pair of zeros."""
+        cache, zeros_11D = DynamicCache(), torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=device)
+        with torch.no_grad():
+            self._run(zeros_11D, zeros_11D, torch.zeros(1, 1, dtype=torch.long, device=device), cache, None)
+        return layout_of(cache)
+
+    def _run(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        token_RN = position_RN + 1  # transformers counts a pair at the position of its second token
+        (rotary,), angles = self.rotary, None
+        if rotary is not None:
+            by_kind = len(self.config.nested_rope_parameter_keys(self.config.rope_parameters)) > 0
+            angles = rotary(embeddings_RND, position_ids=token_RN, **({"layer_type": self.kind} if by_kind else {}))
+        output: Tensor = self.module(
+            embeddings_RND, hidden_RND, position_embeddings=angles, attention_mask=mask, position_ids=token_RN, past_key_values=cache
+        )
+        return output if self.shared_norm is None else self.shared_norm(output)
+
+    def _mask(self, cache: WindowCache, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
+        """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is never as deep as a window."""
+        allowed_R1NW = cache.mask_R1NW
+        window = getattr(self.config, "sliding_window", None) if self.kind == "sliding_attention" else None
+        if window is not None:
+            slot_W = torch.arange(allowed_R1NW.shape[-1], device=position_RN.device)
+            allowed_R1NW = allowed_R1NW & (slot_W > position_RN[..., None] - window)[:, None]
+        mask = torch.zeros(allowed_R1NW.shape, dtype=dtype, device=position_RN.device)
+        return mask.masked_fill_(~allowed_R1NW, torch.finfo(dtype).min)
+
+
+def random_net(target: Target, seed: int) -> Net:
+    """A module with random weights, shaped by the target's last layer."""
+    model: Any = target.model
+    decoder = model.get_decoder()
+    twin, layer = _twin(target, target.name), decoder.layers[-1]
+    norm = next((type(part) for name, part in layer.named_modules() if "norm" in name), None)
+    if norm is None:
+        raise ModelError(f"transformers makes no MTP module for a {target.family.model_type}: choose another method than mtp")
+    config: Any = twin.config.get_mtp_config()
+    if not hasattr(config, "rms_norm_eps"):  # another name for it, like LFM2's
+        config.rms_norm_eps = getattr(config, "norm_eps", 1e-6)
+    with seeded(seed, target.device):
+        module = MtpLayer(config, type(layer), norm, 0)
+        for name, weight in module.named_parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+            elif "norm" not in name:
+                nn.init.zeros_(weight)
+    return Net(placed(module, target), getattr(decoder, "rotary_emb", None))
+
+
+def load_net(target: Target, folder: str | Path) -> Net:
+    """The first MTP module in the target's checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint has no MTP weights, or they do not fit the target.
+    """
+    twin = _twin(target, str(folder))
+    try:
+        model = MtpModel.from_pretrained(twin)
+    except (RuntimeError, ValueError, OSError, AttributeError, StopIteration) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise CheckpointError(
+            f"{folder}: no weights of multi-token-prediction modules for a {target.family.model_type} are there "
+            f"({reason}): choose another method than mtp"
+        ) from error
+    shared_norm = model.shared_post_norm if model.use_shared_post_norm else None
+    return placed(Net(model.layers[0], model.rotary_emb, shared_norm), target)
+
+
+def _twin(target: Target, folder: str) -> Any:
+    """The target's model with a configuration of its own that names its MTP modules; the model itself is not changed.
+
+    Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for what transformers' class asks for, or none:
+    their modules have full attention.
+    """
+    twin: Any = copy.copy(target.model)
+    twin.__dict__ = dict(vars(target.model))
+    config = twin.__dict__["config"] = copy.deepcopy(target.model.config)
+    text = config.get_text_config(decoder=True)
+    count = next((found for name in COUNTS if (found := getattr(text, name, None))), 1)
+    text.num_mtp_layers = count
+    if getattr(text, "layer_types", None) is not None and getattr(text, "mtp_layer_types", None) is None:
+        text.mtp_layer_types = [FULL] * count
+    mlp_kinds = getattr(text, "mlp_layer_types", None)
+    if mlp_kinds is not None and getattr(text, "mtp_mlp_layer_types", None) is None:
+        text.mtp_mlp_layer_types = [mlp_kinds[-1]] * count
+    config.name_or_path, config.dtype = folder, target.dtype
+    first = text.num_hidden_layers  # DeepSeek-V3 and GLM number their modules on behind the layers
+    numbered = [rf"layers\.{first + k}\." for k in range(count)]
+    twin.__dict__["_keys_to_ignore_on_load_unexpected"] = [*(target.model._keys_to_ignore_on_load_unexpected or ()), *numbered]
+    return twin

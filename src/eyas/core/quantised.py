@@ -64,7 +64,7 @@ def mixing_layer(model: nn.Module) -> str:
 
 @torch.no_grad()
 def response(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """What a layer returns for one fixed token, flat; None for a layer that is no matrix product."""
+    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix product."""
     x_TK = _token(layer, dtype)
     if x_TK is None:
         return None

@@ -147,6 +147,15 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
     assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
 
 
+@pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
+def test_eagle3_of_several_layers(window: dict[str, int]) -> None:
+    """Guards the cache of several layers: its prompts, which need attention here, its commits, its windows."""
+    target, answered = Target(model("llama")), requests("llama", 8, SAMPLINGS)
+    check("llama", make("eagle3", target, **OPTIONS["eagle3"], **window, **{"head.depth": 3}), 3, answered)
+    options = build_options(drafters.find("eagle3").Options, {**OPTIONS["eagle3"], **window, "head.layers": "0,1,3", "head.depth": 3})
+    assert check("llama", drafters.find("eagle3").init_for_training(target, options), 3, answered) > 1, "nothing was accepted"
+
+
 @pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])
 def test_eagle1_shapes(choices: str) -> None:
     """Guards static trees of other shapes."""

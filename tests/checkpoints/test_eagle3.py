@@ -178,7 +178,7 @@ def test_what_is_left_out(tmp_path: Path, form: str) -> None:
     assert config == {
         "hidden_size": D, "intermediate_size": INNER, "vocab_size": V, "num_heads": HEADS, "num_kv_heads": KV, "head_dim": WIDTH,
         "rms_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "max_positions": 512, "fc_bias": False, "qkv_bias": False,
-        "act": "silu", "draft_vocab_size": len(IDS), "target_hidden_size": D, "num_features": 3, "feature_layers": None,
+        "layers": 1, "act": "silu", "draft_vocab_size": len(IDS), "target_hidden_size": D, "num_features": 3, "feature_layers": None,
         "layer_ids_as_published": None, "norm_before_fc": False, "fc_norm": False, "norm_before_residual": False, "carries": "raw",
         "head": "own", "window": None,
     }  # fmt: skip
@@ -558,9 +558,77 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
     narrow = {f"{layer}.self_attn.q_proj.weight": torch.zeros(8, 8)}  # as an EAGLE-1 layer has it
     refused(tmp_path, (config, held), r"q_proj\.weight is \[8, 8\] and should be \[8, 16\]", **narrow)
     more = {f"{layer.replace('midlayer', 'layers.0')[:-1]}1.mlp.up_proj.weight": torch.zeros(12, 8)}
-    refused(tmp_path, (config, held), r"has one layer, .*; this file has layers\.(0, layers\.)?1", **more)
+    one = r"has one layer, .*; this file has layers\.(0, layers\.)?1"
+    refused(tmp_path, (config, held), one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers", **more)
     quantised = {"norm.weight": torch.zeros(8, dtype=torch.int8), "fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn)}
     refused(tmp_path, (config, held), r"fc\.weight \(torch\.float8_e4m3fn\).*quantised heads", **quantised)
+
+
+# --- several layers --------------------------------------------------------------------------------------------------------------------
+
+
+def further(number: int) -> dict[str, Tensor]:
+    """Random weights of a layer behind the first, with the norm over the hidden state that only vLLM's class has."""
+    of_first = {name: value for name, value in tensors("layers.0").items() if name.startswith("layers.0.")}
+    held = {name.replace("layers.0", f"layers.{number}"): torch.randn_like(value) for name, value in of_first.items()}
+    for x in "qkv":
+        held[f"layers.{number}.self_attn.{x}_proj.weight"] = torch.randn(held[f"layers.{number}.self_attn.{x}_proj.weight"].shape[0], D)
+    return held
+
+
+def deep(form: str, count: int = 3, **changes: Any) -> Head:
+    """A head of several layers."""
+    config, held = FORMS[form]()
+    inner = {"transformer_layer_config": {**config["transformer_layer_config"], "num_hidden_layers": count, **changes}}
+    config = {**config, **(inner if form == "speculators" else {"num_hidden_layers": count, **changes})}
+    for number in range(1, count):
+        held = held | (further(number) if form == "vllm" else without(further(number), f"layers.{number}.hidden_norm.weight"))
+    return config, held
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_several_layers(tmp_path: Path, form: str) -> None:
+    """Guards against layers that are lost, swapped or paired wrongly, reading and writing; and against hidden_norm, which vLLM does not
+    use, in place of input_layernorm."""
+    config, held = deep(form)
+    weights = read(tmp_path / "a", (config, held))
+    assert weights.config["layers"] == 3
+    for number in (1, 2):
+        inside = without(IN_THE_LAYER, "input_layernorm.weight", "hidden_norm.weight")
+        pairs = {name: mine.replace("layer.", f"later.{number - 1}.", 1) for name, mine in inside.items()}
+        for theirs, mine in {**pairs, "input_layernorm.weight": f"later.{number - 1}.input_norm.weight"}.items():
+            assert torch.equal(weights.tensors[mine], held[f"layers.{number}.{theirs}"]), mine
+    assert not any(name.startswith("later.2") or name.endswith("hidden_norm.weight") for name in weights.tensors.keys() - {AROUND_NORM})
+    save(weights, tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert same(again.tensors, weights.tensors)
+    assert again.config == weights.config
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+AROUND_NORM = "layer.hidden_norm.weight"
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_faults_of_several_layers(tmp_path: Path, form: str) -> None:
+    """Guards against a head that runs without one of its layers, and against windows that a part of the layers has."""
+    config, held = deep(form)
+    without_second = {name: None for name in held if name.startswith("layers.1.")}
+    refused(tmp_path, (deep(form, 2)[0], held), r"numbered without gaps; this file has layers\.0, layers\.2", **without_second)
+    refused(tmp_path, (deep(form, 2)[0], held), "num_hidden_layers 2, and the file holds 3 layers")
+    refused(tmp_path, (config, held), r"missing layers\.2\.input_layernorm\.weight", **{"layers.2.input_layernorm.weight": None})
+    mixed = deep(form, layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8)
+    refused(tmp_path, mixed, "whose layers all are of one type")
+    assert read(tmp_path, deep(form, layer_types=["sliding_attention"] * 3, sliding_window=8)).config["window"] == 8
+    if form == "speculators":
+        refused(tmp_path, (config, held), r"unexpected layers\.1\.hidden_norm", **{"layers.1.hidden_norm.weight": NORM[:D]})
+
+
+@pytest.mark.parametrize("form", ["specforge", "modelopt", "safeailab3"])
+def test_several_layers_that_could_mean_two_nets(tmp_path: Path, form: str) -> None:
+    """Guards against computing the layers of a form whose readers do not agree on them."""
+    said = refused(tmp_path, deep(form), "has one layer, .*compute in different ways")
+    assert '"architectures": ["Eagle3LlamaForCausalLM"]' in said
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------------------

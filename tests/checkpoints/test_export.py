@@ -88,6 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "explicit layers": EXPLICIT,
     "two layers": {"head.layers": "1,3"},
     "a smaller vocabulary": {"head.draft_vocab": 40},
+    "three layers of its own": {"head.depth": 3},
 }
 
 
@@ -96,8 +97,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Target) -> None:
     """Guards against a setting that is written under a key which the format's readers do not look at."""
     head = head_of(target, "eagle3", **SETTINGS[settings])
+    if settings == "three layers of its own" and name == "sglang":
+        with pytest.raises(CheckpointError, match="the head has 3 layers, and versions of SGLang differ"):
+            through(head, name, tmp_path / "out", named(target))
+        return
     again = through(head, name, tmp_path / "out", named(target))
-    kept = ("fc_norm", "carries", "feature_layers", "num_features", "draft_vocab_size", "head", "norm_before_residual", "norm_before_fc")
+    kept = ("layers", "fc_norm", "carries", "feature_layers", "num_features", "draft_vocab_size", "head", "norm_before_residual", "norm_before_fc")
     assert {key: again.config[key] for key in kept} == {key: head.config[key] for key in kept}
     torch.testing.assert_close(logits(again, target), logits(head, target), rtol=0, atol=0)
 

@@ -70,6 +70,7 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
 VARIANTS = {
     "plain": {},
     "eagle-3.1": {"head.fc_norm": True, "head.norm_output": True},
+    "three layers": {"head.depth": 3},
 }
 
 

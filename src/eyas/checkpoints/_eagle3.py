@@ -11,6 +11,8 @@ Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, 
     layer.attention.{q,k,v}.weight [rows, 2D]         over [embedding, hidden state]; biases [rows], if qkv_bias
     layer.attention.o.weight [D, heads * head_dim]
     layer.mlp_norm.weight [D]                         layer.mlp.{gate,up}.weight [I, D], layer.mlp.down.weight [D, I]
+    later.i.input_norm.weight [D]                     i from 0: the layers behind the first, which read hidden states only;
+    later.i.attention.{q,k,v}.weight [rows, D]        the others of their tensors are named as the first layer's
     norm.weight [D]
     head.weight [Vd, D]                               unless head is "target"
     draft_ids [Vd], int64, increasing                 the target's ids of the draft tokens; absent when Vd = V
@@ -21,6 +23,7 @@ Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, 
 Our config: the keys of an EAGLE-1 head (`safeailab`) and
 
     draft_vocab_size, target_hidden_size, num_features    int
+    layers                   int: decoder layers of the head
     feature_layers           tuple: k is HF's hidden_states[k], the INPUT of layer k; None for the default 2, L//2, L-3
     layer_ids_as_published   {"ids": [...], "meaning": "input" or "output"}, or None when config.json named none
     norm_before_fc           one norm over all features before fc
@@ -57,10 +60,11 @@ CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
 
 SETTINGS = frozenset(
     {"carries", "layer_ids", "feature_layers", "layer_ids_as_published", "norm_before_fc", "fc_norm", "norm_before_residual", "head"}
-    | {"draft_vocab_size"}
+    | {"draft_vocab_size", "layers"}
 )
 """Keys of the "eyas" object that define the computation; all others are the writer's record and are kept as they are."""
 
+_MORE_LAYERS = r"layers\.(\d+)"
 _REST = {
     "fc.weight": "fc.weight",
     "fc.bias": "fc.bias",
@@ -115,6 +119,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config.get("feature_layers")
     return {
         **config,
+        "layers": config.get("layers") or 1,
         "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
         "target_hidden_size": config.get("target_hidden_size") or config["hidden_size"],
         "num_features": len(layers) if layers else config.get("num_features") or 3,
@@ -139,6 +144,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         "layer.embed_norm.weight": (hidden,),
         "layer.hidden_norm.weight": (hidden,),
         **layer_shapes(config, 2 * hidden),
+        **later_shapes(config),
         "norm.weight": (hidden,),
         "embed.weight": (vocab, hidden),
     }
@@ -155,24 +161,42 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def names_of(layer: str, features: int) -> dict[str, str]:
-    """Published tensor name -> ours, for the published name of the layer ("midlayer"); without the vocabulary maps."""
+def later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Our tensor names and their shapes, of the layers behind the first."""
+    out: dict[str, Shape] = {}
+    for i in range(config["layers"] - 1):
+        out |= {f"later.{i}.input_norm.weight": (config["hidden_size"],), **layer_shapes(config, config["hidden_size"], f"later.{i}")}
+    return out
+
+
+def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
+    """Published tensor name -> ours; without the vocabulary maps.
+
+    Args:
+        layer: the published name of the first layer ("midlayer"). Those behind it are layers.1, layers.2, ... in all formats.
+        layers: the number of all layers.
+    """
     norms = {f"{layer}.input_layernorm.weight": "layer.embed_norm.weight", f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight"}
     fc_norms = {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
-    return layer_names(layer, "layer") | norms | _REST | fc_norms
+    later: dict[str, str] = {}
+    for i in range(layers - 1):
+        later |= layer_names(f"layers.{i + 1}", f"later.{i}")
+        later[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
+    return layer_names(layer, "layer") | norms | later | _REST | fc_norms
 
 
 # --- reading -----------------------------------------------------------------------------------------
 
 
 def read_flat(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str, several: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a head whose config.json is flat with an `eagle_config` object, as SGLang and vLLM publish it.
 
     Args:
         meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
         carries: the format's rule for the next state, "raw" or "normed".
+        several: whether the format says how layers behind the first are computed.
 
     Returns:
         Our config, our tensors.
@@ -198,7 +222,7 @@ def read_flat(
             f"config.json has num_aux_hidden_states {merged['num_aux_hidden_states']} and names {features} layers (three where it names "
             f"none): name all of them under eagle_config.{IDS}"
         )
-    return assemble(merged, tensors, settings, ("midlayer", "layers.0"), mapping(config, "eyas"))
+    return assemble(merged, tensors, settings, ("midlayer", "layers.0"), mapping(config, "eyas"), several=several)
 
 
 def assemble(
@@ -208,23 +232,26 @@ def assemble(
     layers: Sequence[str],
     record: Mapping[str, Any],
     strict: bool = False,
+    several: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Published config and tensors, with the settings that the format has read -> our config, our tensors.
 
     Args:
-        layers: the names that the layer may have.
+        layers: the names that the first layer may have.
         record: the "eyas" object of config.json.
         strict: lm_head and t2d must be there, as in SafeAILab's heads, and a bias exists only where its
             tensor does, whatever config.json says.
+        several: whether there may be layers behind the first.
     """
     refuse(config)
-    layer = _layer_of(tensors, layers)
-    ours = _our_config(config, tensors, settings, layer, strict)
+    layer, count_of_layers = _layers_of(tensors, layers, several)
+    _check_count(config, count_of_layers)
+    ours = _our_config(config, tensors, {**settings, "layers": count_of_layers}, layer, strict)
     reduced = ours["draft_vocab_size"] != ours["vocab_size"]
     same_width = ours["target_hidden_size"] == ours["hidden_size"]
     if not strict and "lm_head.weight" not in tensors and not reduced and same_width:
         ours["head"] = "target"
-    names, our_shapes = names_of(layer, ours["num_features"]), shapes(ours)
+    names, our_shapes = names_of(layer, ours["num_features"], ours["layers"]), shapes(ours)
     expected = {name: our_shapes[our_name] for name, our_name in names.items() if our_name in our_shapes}
     expected |= {"d2t": (ours["draft_vocab_size"],), "t2d": (ours["vocab_size"],)}
     optional = {"embed_tokens.weight"} if same_width else set()
@@ -255,7 +282,7 @@ def _our_config(
         "fc_bias": _bias(config, "bias", "fc.bias" in tensors, strict),
         "qkv_bias": _bias(config, qkv_key, has_qkv_bias, strict),
     }
-    ours = complete({**base, **settings, "window": _window(config, base["max_positions"])})
+    ours = complete({**base, **settings, "window": _window(config, base["max_positions"], settings["layers"])})
     _check_sizes(ours, tensors)
     return ours
 
@@ -350,14 +377,30 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"t2d is {marks.dtype}; it must be bool")
 
 
-def _layer_of(names: Collection[str], allowed: Sequence[str]) -> str:
-    """The published name of the layer. Layers are counted from the tensors: published num_hidden_layers are often wrong."""
-    layers = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
-    if len(layers) != 1 or layers[0] not in allowed:
+def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) -> tuple[str, int]:
+    """The published name of the first layer, and the number of layers, counted from the tensors: published num_hidden_layers are often
+    wrong where there is one layer."""
+    found = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
+    first = [name for name in found if name in allowed]
+    later = sorted(int(match[1]) for name in found if name not in first and (match := re.fullmatch(_MORE_LAYERS, name)))
+    if len(first) != 1 or len(found) != 1 + len(later):
         raise CheckpointError(
-            f"an EAGLE-3 head of this form has one layer, {' or '.join(allowed)}; this file has {', '.join(layers) or 'none'}"
+            f"the first layer of an EAGLE-3 head of this form is {' or '.join(allowed)}; this file has {', '.join(found) or 'no layer'}"
         )
-    return layers[0]
+    if later and not several:
+        raise CheckpointError(
+            f"an EAGLE-3 head of this form has one layer, {first[0]}; this file has {', '.join(found)}, which its readers compute in "
+            f"different ways; if they are those of vLLM or of the speculators library, name that form: {NAME_THE_FORM}"
+        )
+    if later != list(range(1, 1 + len(later))):
+        raise CheckpointError(f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(found)}")
+    return first[0], 1 + len(later)
+
+
+def _check_count(config: Mapping[str, Any], layers: int) -> None:
+    """Raise CheckpointError for several layers of which config.json says another number."""
+    if layers > 1 and count(config, "num_hidden_layers", layers) != layers:
+        raise CheckpointError(f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {layers} layers")
 
 
 # --- refusing ----------------------------------------------------------------------------------------
@@ -394,8 +437,10 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         raise CheckpointError(f'config.json names no smaller draft vocabulary, and d2t has {size} entries: add "draft_vocab_size": {size}')
 
 
-def _window(config: Mapping[str, Any], positions: int) -> int | None:
-    """The sliding window in tokens, where it is shorter than the trained length."""
+def _window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
+    """The sliding window in tokens, where it is shorter than the trained length. CheckpointError if it is not that of all layers."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if isinstance(kinds, list) and len({str(kind) for kind in kinds[:layers]}) > 1:
+        raise CheckpointError(f"config.json has layer_types {kinds[:layers]}: heads whose layers all are of one type are read")
     windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get("use_sliding_window") is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None

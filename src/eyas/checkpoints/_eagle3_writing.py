@@ -20,7 +20,7 @@ __all__ = ["dtype_of", "publish", "publish_tensors", "window_keys"]
 
 
 def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our config with every key, and the tensors under their published names; `layer` is the published name of the decoder layer.
+    """Our config with every key, and the tensors under their published names; `layer` is the published name of the first layer.
 
     A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the same ids).
     """
@@ -28,7 +28,7 @@ def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], la
     optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
     faults = differences(tensors, shapes(ours), optional)
     assert not faults, faults
-    names = names_of(layer, ours["num_features"])
+    names = names_of(layer, ours["num_features"], ours["layers"])
     published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
     if "draft_ids" in tensors:
         ids = tensors["draft_ids"].cpu()
@@ -63,7 +63,7 @@ def publish(
 def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a sliding window in a LLaMA config; none without a window."""
     window = config["window"]
-    return {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"]} if window else {}
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * config["layers"]} if window else {}
 
 
 def dtype_of(tensor: Tensor) -> str:

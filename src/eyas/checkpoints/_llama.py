@@ -38,21 +38,21 @@ def layer_names(published: str, ours: str) -> dict[str, str]:
     return {f"{published}.{theirs}": f"{ours}.{name}" for theirs, name in names.items()}
 
 
-def layer_shapes(config: Mapping[str, Any], inputs: int) -> dict[str, Shape]:
+def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -> dict[str, Shape]:
     """Our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs` features."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, key = (config[heads] * config["head_dim"] for heads in ("num_heads", "num_kv_heads"))
     out: dict[str, Shape] = {}
     for name, rows in (("q", query), ("k", key), ("v", key)):
-        out[f"layer.attention.{name}.weight"] = (rows, inputs)
+        out[f"{layer}.attention.{name}.weight"] = (rows, inputs)
         if config["qkv_bias"]:
-            out[f"layer.attention.{name}.bias"] = (rows,)
+            out[f"{layer}.attention.{name}.bias"] = (rows,)
     return out | {
-        "layer.attention.o.weight": (hidden, query),
-        "layer.mlp_norm.weight": (hidden,),
-        "layer.mlp.gate.weight": (inner, hidden),
-        "layer.mlp.up.weight": (inner, hidden),
-        "layer.mlp.down.weight": (hidden, inner),
+        f"{layer}.attention.o.weight": (hidden, query),
+        f"{layer}.mlp_norm.weight": (hidden,),
+        f"{layer}.mlp.gate.weight": (inner, hidden),
+        f"{layer}.mlp.up.weight": (inner, hidden),
+        f"{layer}.mlp.down.weight": (hidden, inner),
     }
 
 
@@ -124,7 +124,7 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.get("layers", 1),
         "num_attention_heads": config["num_heads"],
         "num_key_value_heads": config["num_kv_heads"],
         "head_dim": config["head_dim"],

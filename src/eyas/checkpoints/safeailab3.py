@@ -6,7 +6,7 @@
                     midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
                     int64) and t2d (bool); mostly no embed_tokens.weight
 
-A head that needs more than this format holds (explicit layers, norms before fc, a normed state that is carried, a bias, the target's head)
+A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a normed state that is carried, a bias, the target's head)
 is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size beside them. SGLang and
 vLLM do not know this architecture, and the authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs
 such a head wrongly.
@@ -45,7 +45,7 @@ NAME = "safeailab"
 
 EXTENDED = "EyasEagle3ForCausalLM"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")
-_NEEDS = (*_FLAGS, "feature_layers", "carries", "head")
+_NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -67,7 +67,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         "draft_vocab_size": eyas.get("draft_vocab_size") if config.get("draft_vocab_size") is None else config["draft_vocab_size"],
         "head": choice(eyas, "head", ("own", "target")),
     }
-    return "eagle3", *assemble({**inner, **config}, tensors, settings, ("midlayer",), eyas, strict=True)
+    return "eagle3", *assemble({**inner, **config}, tensors, settings, ("midlayer",), eyas, strict=True, several=eyas.get("layers") is not None)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -117,6 +117,8 @@ def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
     """Our complete config -> config.json, in the extended form where the published one would define another computation."""
     assert ours["feature_layers"] or ours["num_features"] == 3, "other than three features need feature_layers"
     extra: dict[str, Any] = {key: True for key in _FLAGS if ours[key]}
+    if ours["layers"] > 1:
+        extra["layers"] = ours["layers"]
     if ours["feature_layers"]:
         extra |= {"feature_layers": list(ours["feature_layers"]), "layer_ids": "input"}
         extra |= {"layer_ids_as_published": ours["layer_ids_as_published"]} if ours["layer_ids_as_published"] else {}

@@ -7,6 +7,9 @@
     tensors         as in SafeAILab's EAGLE-3, or with layers.0 for midlayer; ModelOpt has no t2d; lm_head may be absent where the
                     vocabulary is the target's; fc_norm.i or aux_norm_{low,mid,high}; input_norm; all possibly prefixed with "model."
 
+Heads of several layers are refused, read and written: a version of SGLang computes the layers behind the first without the residual of
+the one before and norms their input by hidden_norm, vLLM computes them as plain LLaMA layers, and both know this architecture.
+
 `norm_output` is refused until "eyas" in config.json says which state is carried; exports say it.
 
 EAGLE-1 heads have the architecture LlamaForCausalLMEagle and SafeAILab's tensors. SGLang's fc always has a bias, so an export always
@@ -49,7 +52,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
     meaning = "output" if inner.get("eagle_aux_hidden_state_layer_ids") is not None else None
-    return "eagle3", *read_flat(config, _renamed(tensors), meaning, "raw")
+    return "eagle3", *read_flat(config, _renamed(tensors), meaning, "raw", several=False)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
@@ -58,6 +61,8 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     if method == "eagle1":
         return _export_eagle1(config, held, target)
     ours, published, named = publish(config, held, "midlayer", "SGLang")
+    if ours["layers"] > 1:
+        raise CheckpointError(f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first")
     if ours["norm_before_residual"]:
         raise CheckpointError("the head's residual is the normed hidden state (norm_before_residual), and SGLang always takes the raw one")
     settings: dict[str, Any] = {key: True for key in ("norm_before_fc", "fc_norm") if ours[key]}

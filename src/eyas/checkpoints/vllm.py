@@ -4,7 +4,8 @@
                     or in `eagle_config` (the INPUT of layer i, as ours; absent: 2, L//2, L-3); target_hidden_size, norm_before_fc,
                     norm_before_residual, fc_norm, norm_output (the normed state is carried)
     tensors         as in SafeAILab's EAGLE-3, or with layers.0 for midlayer; lm_head may be absent where the vocabulary is the
-                    target's; t2d is optional, and checked where it exists; fc_norm.i, input_norm
+                    target's; t2d is optional, and checked where it exists; fc_norm.i, input_norm; layers.i from 1 on are LLaMA layers
+                    over hidden states; their hidden_norm, which vLLM loads and does not use, may be there
 
 EAGLE-1 heads have the architecture EagleLlamaForCausalLM and SafeAILab's tensors without fc.bias, which vLLM does not compute. With
 "bias": true, which means a bias of fc to SafeAILab, vLLM gives the attention's projections biases that no file fills, and nothing that
@@ -15,6 +16,7 @@ Our config and our tensor names: see `_eagle3` and `safeailab`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -28,7 +30,7 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "bias_into_embedding", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "bias_into_embedding", "export", "read", "recognises", "usage", "without_unused"]
 
 METHODS = ()
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3")
@@ -44,7 +46,12 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
     normed = flag(config, "norm_output", False) or flag(mapping(config, "eagle_config"), "norm_output", False)
-    return "eagle3", *read_flat(config, tensors, "input", "normed" if normed else "raw")
+    return "eagle3", *read_flat(config, without_unused(tensors), "input", "normed" if normed else "raw")
+
+
+def without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the norms that vLLM's class loads for layers behind the first, and does not use."""
+    return {name: tensor for name, tensor in tensors.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

@@ -231,43 +231,51 @@ class KVCache(Cache):
 
 
 class WindowCache(KVCache):
-    """The cache of a draft net with one layer. With a window it keeps the first `sink` and the last `size` committed slots of each row.
+    """The cache of a draft net. With a window it keeps the first `sink` and the last `size` committed slots of each row.
 
     For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and window, and rotates the remaining keys by
-    their new index in the cache (SEAGLE; attention sinks: Xiao et al. 2023, section 3.2).
+    their new index in the cache (SEAGLE; attention sinks: Xiao et al. 2023, section 3.2). The properties and methods of `DraftCache`, for
+    one layer, are those of the first; `layer` gives those of the others.
     """
 
-    def __init__(self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None) -> None:
-        """`window`: (sink, size); None: all slots are kept."""
+    def __init__(
+        self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None, layers: int = 1
+    ) -> None:
+        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same size."""
         keys_and_values = (heads, width, width)
-        unrotated_keys = (heads, width, 0)  # stored as the keys of a second layer
-        super().__init__((keys_and_values,) if window is None else (keys_and_values, unrotated_keys), rows, dtype, device)
-        self.window, self.shape = window, (heads, width)
+        unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
+        super().__init__((keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device)
+        self.window, self.shape, self.layers = window, (heads, width), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
         """Set the mask of the next forward: the committed slots, and of the T slots behind them those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
-    def layer_cache(self) -> DraftLayerCache:
-        """The cache of the layer for the next forward."""
-        return DraftLayerCache(self.part(0), None if self.window is None else self.part(1), self._length_R, self._visible_RNT)
+    def layer(self, number: int) -> WindowCache | OneLayer:
+        """The cache of one layer for the next forward."""
+        return OneLayer(self, number) if number else self
+
+    def layer_cache(self, number: int = 0) -> DraftLayerCache:
+        """The tensors of one layer for the next forward."""
+        unrotated = None if self.window is None else self.part(self.layers + number)
+        return DraftLayerCache(self.part(number), unrotated, self._length_R, self._visible_RNT)
 
     @property
     def mask_R1NW(self) -> Tensor:
         """bool: the slots that the new nodes attend to."""
-        return self.layer_cache().mask_R1NW
+        return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
-    def contents(self) -> CacheContents | None:
-        """The tensors of the cache for kernels, which store keys and values themselves; None with a window, which they do not support."""
+    def contents(self, number: int = 0) -> CacheContents | None:
+        """The tensors of one layer for kernels, which store keys and values themselves; None with a window, which they do not support."""
         if self.window is not None:
             return None
-        return CacheContents(self._length_R, self._visible_RNT, self.tensor, self._rows)
+        return CacheContents(self._length_R, self._visible_RNT, self.tensor[2 * number : 2 * number + 2], self._rows)
 
-    def slots_for_kernels(self) -> DraftSlots:
-        """The tensors of the cache for the GPU kernels."""
-        unrotated = None if self.window is None else self.keys_values(1)[0]
-        return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(0), unrotated)
+    def slots_for_kernels(self, number: int = 0) -> DraftSlots:
+        """The tensors of one layer for the GPU kernels."""
+        unrotated = None if self.window is None else self.keys_values(self.layers + number)[0]
+        return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(number), unrotated)
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""
@@ -282,12 +290,37 @@ class WindowCache(KVCache):
         over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
         source_BC = slot_C + over_B1 * (slot_C >= sink)
         row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
-        (key, value), (unrotated, _) = ([entry for _, entry in self._place[layer]] for layer in (0, 1))
-        for entry in (unrotated, value):
-            store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
-        unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
-        store[key, row_B1, :, slot_C] = rope(unrotated_BCKh, slot_C.expand(self.rows, -1), frequency_h)
+        for layer in range(self.layers):
+            (key, value), (unrotated, _) = ([entry for _, entry in self._place[number]] for number in (layer, self.layers + layer))
+            for entry in (unrotated, value):
+                store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
+            unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
+            store[key, row_B1, :, slot_C] = rope(unrotated_BCKh, slot_C.expand(self.rows, -1), frequency_h)
         return length_B.clamp(max=sink + size)
+
+
+class OneLayer:
+    """One layer of a `WindowCache`, for one forward: a `nn.DraftCache`."""
+
+    def __init__(self, cache: WindowCache, number: int) -> None:
+        self.cache, self.number = cache, number
+
+    @property
+    def mask_R1NW(self) -> Tensor:
+        return self.cache.mask_R1NW
+
+    @property
+    def width(self) -> int:
+        return self.cache.width
+
+    def contents(self) -> CacheContents | None:
+        return self.cache.contents(self.number)
+
+    def slots_for_kernels(self) -> DraftSlots:
+        return self.cache.slots_for_kernels(self.number)
+
+    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.layer_cache(self.number).store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

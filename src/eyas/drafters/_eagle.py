@@ -1,9 +1,9 @@
-"""The base of all EAGLE methods: a one-layer net over pairs, and the session that runs it in every cycle.
+"""The base of all EAGLE methods: a small net over pairs, and the session that runs it in every cycle.
 
 Pair t is (feature of token t, token t+1). With it the net predicts token t+2.
 
-    prefill   the net stores keys and values of the prompt's pairs. It has one layer, so that needs no attention. The last feature
-              waits ("pending"): its pair needs the first new token, which is not drawn yet
+    prefill   the net stores keys and values of the prompt's pairs. Its last layer, mostly the only one, needs no attention for that. The
+              last feature waits ("pending"): its pair needs the first new token, which is not drawn yet
     draft     the net reads the pending pairs, with the target's features; its output at the newest one predicts the tokens after
               the root. Then the tree is grown: at its nodes the net reads its own output in place of features
     commit    features and tokens of the accepted path become pending; the keys and values of tree nodes are overwritten later
@@ -70,7 +70,8 @@ class EagleNet(Protocol):
         ...
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
-        """Store the keys and values of pairs in the cache, without computing an output."""
+        """Store the keys and values of pairs in the cache, without computing an output. The cache's mask shows each pair itself and those
+        before it."""
         ...
 
     def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
@@ -79,11 +80,12 @@ class EagleNet(Protocol):
 
 
 class EagleMethod(Drafter):
-    """The base of EAGLE methods: a one-layer net over pairs, for one target."""
+    """The base of EAGLE methods: a small net over pairs, for one target."""
 
     needs_weights = True
     trainable = True
     shape: LayerShape
+    layers: int = 1  # of the net
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
     embed_tokens: Tensor | None = None  # the head's embedding table where it differs from the target's
     default_window: ClassVar[bool] = False  # whether the method has a window without `window.size`
@@ -118,17 +120,19 @@ class EagleMethod(Drafter):
 
     @cached_property
     def grower(self) -> TreeGrower | None:
-        """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
+        """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with nets of several layers."""
+        if self.layers > 1:
+            return None
         grower = self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
         return None if self.window() and not isinstance(grower, WindowGrower) else grower
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing, or if
-        kernels compute the layer."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing, if
+        kernels compute the layer, or if there are several layers."""
         backend = self.target.run.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
-        return None if backend is None or by_kernels else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
+        return None if backend is None or by_kernels or self.layers > 1 else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -211,7 +215,7 @@ class EagleSession(DraftSession):
         self.window = drafter.window()
         self.crop = drafter.options.window.crop
         self.net: EagleNet = drafter.decoding_net
-        self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window)
+        self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window, drafter.layers)
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
         self.pairs_B = torch.zeros_like(self.length_B)  # pairs before the next one to read, including those that the window has lost
@@ -298,6 +302,7 @@ class EagleSession(DraftSession):
             slot_1T = self.length_B[row : row + 1, None] + torch.arange(T, device=ids_T.device)
             used = self.bound[row] if self.window else begin
             self.cache.at(range(row, row + 1), _always(slot_1T), used + T)
+            self.cache.see(self.length_B[row : row + 1], torch.ones(1, T, T, dtype=torch.bool, device=ids_T.device).tril())
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features_NF[None, part])))
             self.net.remember(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, RMSNorm, join_normed
+from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, QueryRows, RMSNorm, join_normed
 
-__all__ = ["Architecture", "Net"]
+__all__ = ["Architecture", "Net", "PackedPasses"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Architecture:
     norm_before_fc: bool = False  # one norm over the concatenated features before fc
     norm_before_residual: bool = False  # the residual stream starts from the normed hidden
     carries_normed: bool = False  # EAGLE-3.1: the next step reads the normed hidden
+    layers: int = 1  # decoder layers; those behind the first read hidden states only
 
 
 class Layer(DecoderLayer):
@@ -39,8 +41,24 @@ class Layer(DecoderLayer):
         self.embed_norm, self.hidden_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
 
 
+class LaterLayer(DecoderLayer):
+    """A decoder layer behind the first: it reads the normed hidden only, as any LLaMA layer does."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.input_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+
+
+class LayeredCache(DraftCache, Protocol):
+    """A draft cache of several layers; as a `DraftCache` it is the cache of the first."""
+
+    def layer(self, number: int) -> DraftCache:
+        """The cache of one layer."""
+        ...
+
+
 class Net(nn.Module):
-    """fc over the fused features, a layer over [embedding, hidden], norm and head (EAGLE-3, figure 5)."""
+    """fc over the fused features, a layer over [embedding, hidden], further layers, norm and head (EAGLE-3, figure 5)."""
 
     def __init__(self, shape: LayerShape, plan: Architecture) -> None:
         super().__init__()
@@ -50,6 +68,7 @@ class Net(nn.Module):
         self.fc_norm = nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features)) if plan.fc_norm else None
         self.input_norm = RMSNorm(F, shape.rms_eps) if plan.norm_before_fc else None
         self.layer = Layer(shape)
+        self.later = nn.ModuleList(LaterLayer(shape) for _ in range(plan.layers - 1))
         self.norm = RMSNorm(D, shape.rms_eps)
         self.head = nn.Linear(D, plan.draft_vocab_size, bias=False) if plan.draft_vocab_size else None
 
@@ -76,13 +95,26 @@ class Net(nn.Module):
         normed: Tensor = hidden if self.plan.carries_normed else self.norm(hidden)
         return normed
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
-        self.layer.attention.store(self.join(hidden_RND, embeddings_RND)[0], position_RN, cache)
+    @property
+    def later_layers(self) -> list[LaterLayer]:
+        """The layers behind the first."""
+        return [layer for layer in self.later if isinstance(layer, LaterLayer)]
 
-    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
+    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
+        x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
+        last: DecoderLayer = self.layer
+        for number, layer in enumerate(self.later_layers):  # every layer but the last is computed; of the last, keys and values are enough
+            residual_RND = last.decode(x_RND, residual_RND, position_RN, cache.layer(number))
+            last, x_RND = layer, layer.input_norm(residual_RND)
+        last.attention.store(x_RND, position_RN, cache.layer(len(self.later)))
+
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> Tensor:
         """The next hidden [R, N, D]."""
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
-        return self.handed_on(self.layer.decode(x_RND, residual_RND, position_RN, cache))
+        out_RND = self.layer.decode(x_RND, residual_RND, position_RN, cache)
+        for number, layer in enumerate(self.later_layers, start=1):
+            out_RND = layer.decode(layer.input_norm(out_RND), out_RND, position_RN, cache.layer(number))
+        return self.handed_on(out_RND)
 
     def training_time_test(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
@@ -95,23 +127,62 @@ class Net(nn.Module):
             rows_M: int64, ascending; the other slots give keys and values only.
             gradient_checkpointing: keep only inputs, keys and values of a step; recompute the rest in the backward pass.
         """
-        N, attention = len(features_NF), self.layer.attention
-        position_N, queries = documents.position_N(features_NF.device), documents.query_rows(rows_M)
-        fused_ND = self.fuse(features_NF)
-        x_ND, residual_ND = self.join(fused_ND, embed((torch.arange(N, device=features_NF.device) + 1).clamp(max=N - 1)))
-        first: Keys = attention.keys(x_ND, position_N)
-        x_MD, residual_MD = x_ND[rows_M], residual_ND[rows_M]
-        later, hidden = list[Keys](), list[Tensor]()  # keys and values of steps 1, 2, ...; hidden of steps 0, 1, ...
-
-        def attend(x_MD: Tensor, residual_MD: Tensor, i: int) -> Tensor:
-            attended_MD = attention.attend_packed(x_MD, position_N[rows_M] + i, queries, first, later[:i])
-            return self.handed_on(self.layer.finish(residual_MD, attended_MD))
-
-        for i in range(steps):
-            if i:
-                x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
-                later.append(attention.keys(x_MD, position_N[rows_M] + i))
-            hidden.append(
-                checkpoint(attend, x_MD, residual_MD, i, use_reentrant=False) if gradient_checkpointing else attend(x_MD, residual_MD, i)
-            )
+        N, device = len(features_NF), features_NF.device
+        passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
+        hidden_MD = passes.first(*self.join(self.fuse(features_NF), embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))))
+        hidden = [self.handed_on(hidden_MD)]  # of steps 0, 1, ...
+        for i in range(1, steps):
+            x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
+            hidden.append(self.handed_on(passes.next(x_MD, residual_MD)))
         return hidden
+
+
+class PackedPasses:
+    """Passes of a net over packed documents, for training: the first over all slots, the next ones over the query rows M.
+
+    In pass i a row stands i positions behind its slot. It attends to the keys of the first pass up to its slot, and to those of passes
+    1..i at its own slot.
+    """
+
+    def __init__(self, net: Net, rows_M: Tensor, documents: Documents, device: torch.device, gradient_checkpointing: bool) -> None:
+        self.layers: list[DecoderLayer] = [net.layer, *net.later_layers]
+        self.norms = [layer.input_norm for layer in net.later_layers]
+        self.rows_M, self.documents, self.gradient_checkpointing = rows_M, documents, gradient_checkpointing
+        self.position_N = documents.position_N(device)
+        self.queries = documents.query_rows(rows_M)
+        self.keys = list[Keys]()  # of the first pass, by layer
+        self.later: list[list[Keys]] = [[] for _ in self.layers]  # of the next passes, by layer
+
+    def first(self, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
+        """The hidden [M, D] at the query rows. Layers before the last are computed at all slots, as the next one makes keys of them."""
+        for number, layer in enumerate(self.layers[:-1]):
+            self.keys.append(layer.attention.keys(x_ND, self.position_N))
+            every = self.documents.query_rows(torch.arange(len(x_ND), device=x_ND.device))
+            residual_ND = self._computed(layer, x_ND, residual_ND, self.position_N, every, self.keys[-1], [])
+            x_ND = self.norms[number](residual_ND)
+        layer, rows_M = self.layers[-1], self.rows_M
+        self.keys.append(layer.attention.keys(x_ND, self.position_N))
+        return self._computed(layer, x_ND[rows_M], residual_ND[rows_M], self.position_N[rows_M], self.queries, self.keys[-1], [])
+
+    def next(self, x_MD: Tensor, residual_MD: Tensor) -> Tensor:
+        """The hidden [M, D] after one more pass."""
+        position_M = self.position_N[self.rows_M] + len(self.later[0]) + 1
+        for number, (layer, keys, later) in enumerate(zip(self.layers, self.keys, self.later, strict=True)):
+            if number:
+                x_MD = self.norms[number - 1](residual_MD)
+            later.append(layer.attention.keys(x_MD, position_M))
+            residual_MD = self._computed(layer, x_MD, residual_MD, position_M, self.queries, keys, list(later))
+        return residual_MD
+
+    def _computed(
+        self, layer: DecoderLayer, x_MD: Tensor, residual_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: list[Keys]
+    ) -> Tensor:
+        """The layer's output [M, D]."""
+
+        def compute(x_MD: Tensor, residual_MD: Tensor) -> Tensor:
+            return layer.finish(residual_MD, layer.attention.attend_packed(x_MD, position_M, queries, keys, later))
+
+        if self.gradient_checkpointing:
+            recomputed: Tensor = checkpoint(compute, x_MD, residual_MD, use_reentrant=False)
+            return recomputed
+        return compute(x_MD, residual_MD)

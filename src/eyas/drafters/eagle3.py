@@ -21,7 +21,7 @@ that count), I steps, D hidden, F features, V vocabulary, v that of the draft.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -95,8 +95,11 @@ class NewHead:
     """Norm each layer's features before fusing them (EAGLE-3.1)."""
     norm_output: Annotated[bool, NEW_HEADS] = False
     """Pass the normed hidden to the next step (EAGLE-3.1)."""
+    depth: Annotated[int, NEW_HEADS] = 1
+    """Decoder layers of the net; those behind the first read hidden states only."""
 
     def __post_init__(self) -> None:
+        check_whole("head", 1, depth=self.depth)
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise OptionError(f"head.draft_vocab must be 1 or more, got {self.draft_vocab}")
 
@@ -127,6 +130,7 @@ class Method(DynamicEagle):
         super().__init__(target, options)
         self.net = net
         self.shape = shape
+        self.layers = net.plan.layers
         self.feature_layers = layers
         self.draft_ids_v = draft_ids_v
         self.embed_tokens = embed_tokens
@@ -171,6 +175,7 @@ class Method(DynamicEagle):
             norm_before_fc=config["norm_before_fc"],
             norm_before_residual=config["norm_before_residual"],
             carries_normed=config["carries"] == "normed",
+            layers=config["layers"],
         )
         shape, size = layer_shape(config), config["draft_vocab_size"]
         others: dict[str, tuple[int, ...]] = {EMBEDDING: (target.vocab_size, config["hidden_size"])}
@@ -203,7 +208,7 @@ class Method(DynamicEagle):
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         new = options.head
-        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output)
+        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth)
         with seeded(seed, target.device):
             net = Net(layer, plan)
             init_matrices(net)
@@ -214,7 +219,7 @@ class Method(DynamicEagle):
     def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
         """A head whose first predictions are those of the target's lm_head from the highest fused feature.
 
-        fc passes that feature on, the decoder layer adds nothing yet, norm and head are copies of the target's. The draft vocabulary
+        fc passes that feature on, the decoder layers add nothing yet, norm and head are copies of the target's. The draft vocabulary
         has the most frequent tokens of `counts_V`.
         """
         options = options or cls.Options()
@@ -224,8 +229,9 @@ class Method(DynamicEagle):
         with torch.no_grad():
             net.fc.weight.zero_()
             net.fc.weight[:, -D:] = torch.eye(D)
-            for last in (net.layer.attention.o, net.layer.mlp.down):
-                last.weight.zero_()
+            for layer in (net.layer, *net.later_layers):
+                layer.attention.o.weight.zero_()
+                layer.mlp.down.weight.zero_()
             net.norm.weight.copy_(_final_scale(target))
             if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
                 rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
@@ -237,6 +243,7 @@ class Method(DynamicEagle):
         default = self.feature_layers == _default_layers(self.target)
         config = {
             **layer_config(self.shape),
+            "layers": plan.layers,
             "vocab_size": self.target.vocab_size,
             "max_positions": self.trained_length or self.target.context,
             "fc_bias": plan.fc_bias,
@@ -267,7 +274,7 @@ class Method(DynamicEagle):
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
     def chain(self, depth: int) -> Method:
-        options = Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1), window=self.options.window)
+        options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
         chain = type(self)(self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens)
         chain.trained_length = self.trained_length
         chain.trained_window = self.trained_window

@@ -71,7 +71,8 @@ class GpuOps(Ops):
             super().commit(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        return with_gpu_kernels(net, draft_weights)
+        """The net by kernels; a net of several layers as it is, as the kernels have one for a draft's only layer."""
+        return net if getattr(net, "later", None) else with_gpu_kernels(net, draft_weights)
 
     def grower(self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
         if not self.on_cpu and target.device.type == "cpu":

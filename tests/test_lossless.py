@@ -80,6 +80,7 @@ OPTIONS = {
     "eagle2": TREE,
     "mtp": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
+    "peagle": {**TREE, "head.layers": "0,1,2", "head.depth": 2, "head.levels": 5},
     "self_speculative": {"skip": "1,2m", "depth": 3},
     "small_model": {"depth": 3},
     "seagle": {**TREE, "head.layers": "0,1,2", "window.size": 9, "window.sink": 2},  # smaller than most prompts here
@@ -147,13 +148,15 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
     assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
 
 
+@pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
-def test_eagle3_of_several_layers(window: dict[str, int]) -> None:
+def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
     """Guards the cache of several layers: its prompts, which need attention here, its commits, its windows."""
-    target, answered = Target(model("llama")), requests("llama", 8, SAMPLINGS)
-    check("llama", make("eagle3", target, **OPTIONS["eagle3"], **window, **{"head.depth": 3}), 3, answered)
-    options = build_options(drafters.find("eagle3").Options, {**OPTIONS["eagle3"], **window, "head.layers": "0,1,3", "head.depth": 3})
-    assert check("llama", drafters.find("eagle3").init_for_training(target, options), 3, answered) > 1, "nothing was accepted"
+    target, answered, kind = Target(model("llama")), requests("llama", 8, SAMPLINGS), drafters.find(name)
+    options = {**OPTIONS[name], **window, "head.depth": 3}
+    check("llama", make(name, target, **options), 3, answered)
+    fresh = kind.init_for_training(target, build_options(kind.Options, {**options, "head.layers": "0,1,3"}))
+    assert check("llama", fresh, 3, answered) > 1, "nothing was accepted"
 
 
 @pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])

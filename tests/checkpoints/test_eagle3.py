@@ -547,11 +547,11 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
     """Guards against a head that loads in part (elsewhere the rest would silently be random), and errors that come one at a time."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
-    changed = {f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8), f"{layer}.hidden_norm.weight": None, "mask_hidden": torch.zeros(1, 24)}
+    changed = {f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8), f"{layer}.hidden_norm.weight": None, "state": torch.zeros(1, 24)}
     said = refused(tmp_path, (config, held), "EAGLE-3 head are not what config.json says", **changed)
     for part in (
         f"missing {layer}.hidden_norm.weight [8]",
-        "unexpected mask_hidden [1, 24]",
+        "unexpected state [1, 24]",
         f"{layer}.mlp.up_proj.weight is [3, 8] and should be [12, 8]",
     ):
         assert part in said

@@ -102,7 +102,17 @@ def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Ta
             through(head, name, tmp_path / "out", named(target))
         return
     again = through(head, name, tmp_path / "out", named(target))
-    kept = ("layers", "fc_norm", "carries", "feature_layers", "num_features", "draft_vocab_size", "head", "norm_before_residual", "norm_before_fc")
+    kept = (
+        "layers",
+        "fc_norm",
+        "carries",
+        "feature_layers",
+        "num_features",
+        "draft_vocab_size",
+        "head",
+        "norm_before_residual",
+        "norm_before_fc",
+    )
     assert {key: again.config[key] for key in kept} == {key: head.config[key] for key in kept}
     torch.testing.assert_close(logits(again, target), logits(head, target), rtol=0, atol=0)
 

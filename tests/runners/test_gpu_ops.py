@@ -49,7 +49,9 @@ def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "hydra", "medusa", "suffix", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "hydra", "medusa", "suffix", "dflash", "dspark", "peagle"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
     """Guards drafts by kernels: their slots, positions, windows and norms; draws, paths and commits."""

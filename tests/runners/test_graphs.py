@@ -101,7 +101,7 @@ def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:
     assert list(tokens[0]) == list(plain_decode(model, request))
 
 
-WITH_ITS_DRAFT = ("vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dspark")
+WITH_ITS_DRAFT = ("vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dspark", "peagle")
 
 
 def address(tensor: Tensor) -> int:

@@ -47,8 +47,8 @@ from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "CARRIES", "IDS", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "choice", "complete", "is_eagle3", "layer_ids",
-    "names_of", "read_flat", "refuse", "shapes",
+    "CARRIES", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "choice", "complete", "is_eagle3",
+    "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
 ]  # fmt: skip
 
 SGLANG, VLLM = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
@@ -56,6 +56,7 @@ NAME_THE_FORM = f'"architectures": ["{SGLANG}"] (SpecForge, SGLang, ModelOpt) or
 """The line that a config.json needs if it does not say whose format it has."""
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+MASK = "mask_hidden"  # the tensor by which P-EAGLE heads are known
 CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
 
 SETTINGS = frozenset(
@@ -103,6 +104,11 @@ def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
         or "eagle3" in architecture(config).lower()
         or any(name in ("d2t", "t2d") or name.startswith("midlayer.") or ".hidden_norm." in name for name in names)
     )
+
+
+def is_parallel(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether this is a P-EAGLE head, an EAGLE-3 head that drafts in parallel (`peagle`)."""
+    return config.get("speculators_model_type") == "peagle" or MASK in names
 
 
 def architecture(config: Mapping[str, Any]) -> str:

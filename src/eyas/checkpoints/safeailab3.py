@@ -6,10 +6,10 @@
                     midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
                     int64) and t2d (bool); mostly no embed_tokens.weight
 
-A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a normed state that is carried, a bias, the target's head)
-is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size beside them. SGLang and
-vLLM do not know this architecture, and the authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs
-such a head wrongly.
+A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a normed state
+that is carried, a bias, the target's head) is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and
+without draft_vocab_size beside them. SGLang and vLLM do not know this architecture, and the authors' code, which ignores it, stops at the
+missing draft_vocab_size: no other reader runs such a head wrongly.
 
 Our config and our tensor names: see `_eagle3`.
 """
@@ -31,6 +31,7 @@ from eyas.checkpoints._eagle3 import (
     assemble,
     choice,
     is_eagle3,
+    is_parallel,
     layer_ids,
 )
 from eyas.checkpoints._eagle3_writing import dtype_of, publish_tensors
@@ -51,7 +52,7 @@ _NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether this is an EAGLE-3 head that no other format claims, even if `read` refuses its architecture."""
     claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
-    return is_eagle3(config, names) and not claimed
+    return is_eagle3(config, names) and not claimed and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -67,7 +68,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         "draft_vocab_size": eyas.get("draft_vocab_size") if config.get("draft_vocab_size") is None else config["draft_vocab_size"],
         "head": choice(eyas, "head", ("own", "target")),
     }
-    return "eagle3", *assemble({**inner, **config}, tensors, settings, ("midlayer",), eyas, strict=True, several=eyas.get("layers") is not None)
+    return "eagle3", *assemble(
+        {**inner, **config}, tensors, settings, ("midlayer",), eyas, strict=True, several=eyas.get("layers") is not None
+    )
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:

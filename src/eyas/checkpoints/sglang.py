@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import safeailab
-from eyas.checkpoints._eagle3 import IDS, SGLANG, architecture, read_flat
+from eyas.checkpoints._eagle3 import IDS, SGLANG, architecture, is_parallel, read_flat
 from eyas.checkpoints._eagle3_writing import publish
 from eyas.checkpoints._llama import mapping, refuse_qkv_bias
 from eyas.checkpoints._weights import ExportTarget, Published
@@ -44,7 +44,7 @@ _OLDER = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_nor
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether config.json names SGLang's class."""
-    return architecture(config) == SGLANG and "speculators_model_type" not in config
+    return architecture(config) == SGLANG and "speculators_model_type" not in config and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -62,7 +62,9 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         return _export_eagle1(config, held, target)
     ours, published, named = publish(config, held, "midlayer", "SGLang")
     if ours["layers"] > 1:
-        raise CheckpointError(f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first")
+        raise CheckpointError(
+            f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first"
+        )
     if ours["norm_before_residual"]:
         raise CheckpointError("the head's residual is the normed hidden state (norm_before_residual), and SGLang always takes the raw one")
     settings: dict[str, Any] = {key: True for key in ("norm_before_fc", "fc_norm") if ours[key]}

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of the speculators library of the vLLM project: read and exported.
+"""EAGLE-3 heads of the speculators library of the vLLM project: read and exported; P-EAGLE's exported (`peagle` reads them).
 
     config.json     speculators_model_type "eagle3"; the layer's LLaMA config under `transformer_layer_config`; beside it
                     draft_vocab_size, target_hidden_size, eagle_aux_hidden_state_layer_ids (index of hidden_states, as ours; null:
@@ -8,7 +8,7 @@
 An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it by itself. It always has embed_tokens,
 because the library's class drafts with zeros for a table that is missing (transformers initialises it before the target's is read).
 
-Heads of other types (dflash, peagle, mtp ...) and layers that are no LLaMA's are refused by name. Our config and our tensor names: see
+Heads of other types (dflash, mtp ...) and layers that are no LLaMA's are refused by name. Our config and our tensor names: see
 `_eagle3`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints._eagle3 import CARRIES, IDS, assemble, choice, layer_ids, refuse
+from eyas.checkpoints._eagle3 import CARRIES, IDS, MASK, assemble, choice, is_parallel, layer_ids, refuse
 from eyas.checkpoints._eagle3_writing import publish
 from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
@@ -29,21 +29,23 @@ from eyas.errors import CheckpointError
 __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
 
 METHODS = ()
-NAME, EXPORTS = "speculators", ("eagle3",)
+NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # of the library, whose classes the exports fit
 TOKENS = 3  # to draft in a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether config.json is of the library, whatever the type of the head."""
-    return "speculators_model_type" in config
+    return "speculators_model_type" in config and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
-        raise CheckpointError(f"this is a head of the speculators type {kind!r}; of that library, heads of type 'eagle3' are read")
+        raise CheckpointError(
+            f"this is a head of the speculators type {kind!r}; of that library, heads of types 'eagle3' and 'peagle' are read"
+        )
     if not layer:
         raise CheckpointError("config.json has no transformer_layer_config, which holds the sizes of the layer")
     if layer.get("model_type") != "llama":
@@ -71,7 +73,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise CheckpointError(
             "a head of this library names its target and has its embeddings: give the target's folder or hub id with --target"
         )
-    held = dict(tensors)
+    held = {name: tensor for name, tensor in tensors.items() if name != MASK}
     if "embed.weight" not in held:
         held["embed.weight"] = _narrow(target.embedding(), held["fc.weight"].dtype)
     ours, layer, named = publish(config, held, "layers.0", "speculators")
@@ -83,7 +85,6 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         )
     dtype, record = layer.pop("torch_dtype"), layer.pop("eyas", None)
     rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
-    method_of_proposal = {"proposal_type": "greedy", "speculative_tokens": TOKENS, "verifier_accept_k": 1}
     published = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -91,7 +92,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [method_of_proposal],
+            "proposal_methods": [_proposal(TOKENS)],
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         "transformer_layer_config": {**layer, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False},
@@ -101,12 +102,25 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         "norm_output": ours["carries"] == "normed",
         "torch_dtype": dtype,
     }
+    if method == "peagle":
+        published |= _parallel(config)
+        published["speculators_config"] |= {"algorithm": "peagle", "proposal_methods": [_proposal(config.get("levels") or TOKENS)]}
+        named[MASK] = tensors[MASK][None, None]
     return ({**published, "eyas": record} if record else published), named
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
     """Lines by which engines run the head."""
     return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']
+
+
+def _proposal(tokens: int) -> dict[str, Any]:
+    return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+
+
+def _parallel(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a P-EAGLE head that differ from EAGLE-3's."""
+    return {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": config["mask_token"]}
 
 
 def _narrow(table_VD: Tensor, usual: torch.dtype) -> Tensor:

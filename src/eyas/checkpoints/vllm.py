@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import safeailab
-from eyas.checkpoints._eagle3 import IDS, VLLM, architecture, read_flat
+from eyas.checkpoints._eagle3 import IDS, VLLM, architecture, is_parallel, read_flat
 from eyas.checkpoints._eagle3_writing import publish
 from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
@@ -40,7 +40,7 @@ LARGEST_ERROR = 1e-3  # of a bias that was moved into the embeddings, relative t
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether config.json names vLLM's class of EAGLE-3 heads."""
-    return architecture(config) == VLLM and "speculators_model_type" not in config
+    return architecture(config) == VLLM and "speculators_model_type" not in config and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

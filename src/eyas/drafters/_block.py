@@ -41,7 +41,7 @@ from eyas.drafters._options import check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.nn import LayerShape
 
-__all__ = ["BlockMethod", "NewBlockHead", "fused_layers"]
+__all__ = ["BlockMethod", "NewBlockHead", "fused_layers", "mask_token"]
 
 HEAD = "head.weight"
 
@@ -155,7 +155,7 @@ class BlockMethod(Drafter):
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
-        plan = Plan(new.block, _mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
+        plan = Plan(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
         with seeded(seed, target.device):
             net = BlockNet(layer, new.depth, target.hidden_size * len(layers), target.vocab_size, cls.new_extras(options))
             init_matrices(net)
@@ -265,7 +265,7 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
     return numbers
 
 
-def _mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
+def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
     """The token that was asked for, or the padding token, or the one that counts least."""
     if asked is not None:
         if asked >= target.embed_rows:

@@ -132,7 +132,11 @@ class EagleMethod(Drafter):
         kernels compute the layer, or if there are several layers."""
         backend = self.target.run.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
-        return None if backend is None or by_kernels or self.layers > 1 else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
+        return (
+            None
+            if backend is None or by_kernels or self.layers > 1
+            else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -358,17 +362,26 @@ class EagleSession(DraftSession):
         """
         P = self.pending_BPF.shape[1]
         order_P = torch.arange(P, device=cycle_input.tokens_B.device)
-        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        next_BP = self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
+        last_B1, next_BP = self._newest(cycle_input)
         order_BP = order_P.expand(self.rows, P)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
         fused_BPD = self.net.fuse(self._cast(self.pending_BPF))
         hidden_BPD = self._read(next_BP, fused_BPD, order_BP, causal_BPP, order_BP, self._max_slots(cycle_input) + P)
+        self._mark_pending_read(cycle_input)
+        return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
+
+    def _newest(self, cycle_input: CycleInput) -> tuple[Tensor, Tensor]:
+        """The index [B, 1] of each row's newest pending pair, and the second tokens [B, P] of all pending pairs."""
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        return last_B1, self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
+
+    def _mark_pending_read(self, cycle_input: CycleInput) -> None:
+        """Commit the slots of the pending pairs, which have been read, and forget those that left the window."""
+        P = self.pending_BPF.shape[1]
         self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:
             self.bound = [min(bound + P, cycle_input.max_position) for bound in self.bound]
             self._trim()
-        return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _at_once(self, cycle_input: CycleInput, tree: DynamicTree) -> Draft | None:
         """Read the pending pairs and grow a dynamic tree in one call; None if the runner cannot."""

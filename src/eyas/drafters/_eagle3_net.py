@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, QueryRows, RMSNorm, join_normed
 
-__all__ = ["Architecture", "Net", "PackedPasses"]
+__all__ = ["Architecture", "Net", "PackedPasses", "ParallelNet"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,35 @@ class Net(nn.Module):
             x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
             hidden.append(self.handed_on(passes.next(x_MD, residual_MD)))
         return hidden
+
+
+class ParallelNet(Net):
+    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE, arXiv 2602.01469)."""
+
+    def __init__(self, shape: LayerShape, plan: Architecture) -> None:
+        super().__init__(shape, plan)
+        self.mask_hidden = nn.Parameter(torch.randn(plan.feature_size * plan.num_features))  # in place of the target's features
+
+    def in_parallel(
+        self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
+        gradient_checkpointing: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
+        """The hidden [M, D] at the slots `rows_M`, and at each of the masks behind them.
+
+        Args:
+            mask_D: the embedding of the mask's token.
+            steps: predictions from each slot, the masks' and its own.
+
+        The other arguments are those of `training_time_test`.
+        """
+        N, device = len(features_NF), features_NF.device
+        passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
+        following_ND = embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))
+        hidden = [self.handed_on(passes.first(*self.join(self.fuse(features_NF), following_ND)))]
+        mask_1D = self.fuse(self.mask_hidden[None])
+        x_1D, residual_1D = self.join(mask_1D, mask_D[None])
+        x_MD, residual_MD = (one.expand(len(rows_M), -1) for one in (x_1D, residual_1D))
+        return hidden + [self.handed_on(passes.next(x_MD, residual_MD)) for _ in range(1, steps)]
 
 
 class PackedPasses:

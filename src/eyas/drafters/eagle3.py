@@ -21,6 +21,7 @@ that count), I steps, D hidden, F features, V vocabulary, v that of the draft.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -50,7 +51,7 @@ from eyas.drafters._nets import (
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, weighted_smooth_l1
-from eyas.nn import LayerShape
+from eyas.nn import Documents, LayerShape
 from eyas.objectives import OBJECTIVES
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
@@ -119,6 +120,8 @@ class Method(DynamicEagle):
 
     Options: ClassVar[type] = Options
     reads = "eagle3"
+    label: ClassVar[str] = "EAGLE-3"  # the method's name for people
+    net_class: ClassVar[type[Net]] = Net
     gradient_checkpointing = False
     summary = "EAGLE-3: fused features of three layers, trained on its own outputs, dynamic tree"
     net: Net
@@ -156,7 +159,7 @@ class Method(DynamicEagle):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
         own_table = weights is not None and EMBEDDING in weights.tensors
-        weights = check_head(weights, cls.reads, "EAGLE-3", {
+        weights = check_head(weights, cls.reads, cls.label, {
             "target_hidden_size": ("target's hidden size", target.hidden_size),
             "vocab_size": ("vocabulary", target.vocab_size),
             **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
@@ -181,7 +184,7 @@ class Method(DynamicEagle):
         others: dict[str, tuple[int, ...]] = {EMBEDDING: (target.vocab_size, config["hidden_size"])}
         if size != target.vocab_size:
             others[DRAFT_IDS] = (size,)
-        net = load_tensors(Net(shape, plan), weights, target, others, frozenset({EMBEDDING}))
+        net = load_tensors(cls.net_class(shape, plan), weights, target, others, frozenset({EMBEDDING}))
         draft_ids_v = weights.tensors[DRAFT_IDS].to(target.device) if DRAFT_IDS in others else None
         method = cls(target, options, net, shape, layers, draft_ids_v, own_embedding(weights, target))
         method.trained_length = config.get("max_positions")
@@ -210,7 +213,7 @@ class Method(DynamicEagle):
         new = options.head
         plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth)
         with seeded(seed, target.device):
-            net = Net(layer, plan)
+            net = cls.net_class(layer, plan)
             init_matrices(net)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
         return cls(target, options, placed(net, target), layer, layers, draft_ids_v)
@@ -273,7 +276,7 @@ class Method(DynamicEagle):
         normed = net.normed(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
-    def chain(self, depth: int) -> Method:
+    def chain(self, depth: int) -> Self:
         options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
         chain = type(self)(self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens)
         chain.trained_length = self.trained_length
@@ -282,6 +285,21 @@ class Method(DynamicEagle):
 
     # --- training
 
+    @property
+    def rehearsal(self) -> TrainingTimeTest:
+        """How the net is trained on several predictions from each slot."""
+        test: TrainingTimeTest = self.options.ttt
+        return test
+
+    def rehearse(self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int) -> list[Tensor]:
+        """The hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and the rest as in the net's method."""
+        embed = self.packed_embeddings(batch)
+        return self.net.training_time_test(features_NF, embed, rows_M, documents, steps, bool(self.gradient_checkpointing))
+
+    def packed_embeddings(self, batch: Batch) -> Callable[[Tensor], Tensor]:
+        """The function from indices of packed tokens [M] to their embeddings [M, D]."""
+        return lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)
+
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """The objective, by default the cross-entropy with the target's distribution over the draft vocabulary, summed over the steps
         of the training-time test (section 3.2).
@@ -289,7 +307,7 @@ class Method(DynamicEagle):
         Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own best token is in
         the draft vocabulary. The count of the loss is that of step 0: each token once.
         """
-        test, tokens_N = self.options.ttt, batch.tokens_N
+        test, tokens_N = self.rehearsal, batch.tokens_N
         device, end_N = tokens_N.device, batch.documents.end_N(tokens_N.device)
         place_N = torch.arange(len(tokens_N), device=device)
         goal_NI = place_N[:, None] + 2 + torch.arange(test.steps, device=device)
@@ -331,15 +349,11 @@ class Method(DynamicEagle):
         layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
         features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
 
-        def embed(index: Tensor) -> Tensor:
-            return self.embed(batch.tokens_N[index]).to(self.dtype)
-
         def teacher(answers: slice) -> Tensor:
             return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
 
         assert self.net.head is not None, "train_feature_layers refuses such a head"
-        checkpointing = bool(self.gradient_checkpointing)
-        hidden = self.net.training_time_test(features_NF, embed, rows_M, batch.documents, test.steps, checkpointing)
+        hidden = self.rehearse(batch, features_NF, rows_M, batch.documents, test.steps)
         normed_KD = self.net.normed(torch.stack(hidden)[step_K, row_K])
         guesses = draft_losses(
             normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v,

@@ -1,0 +1,116 @@
+"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, with a mask's token and a mask's features.
+
+    flat            vLLM's: config.json and tensors of an EAGLE-3 head in vLLM's format (`vllm`), whichever of its classes config.json
+                    names; `pard_token`, `ptd_token_id` or `mask_token_id`: the mask's token; `parallel_drafting` may be true
+    speculators     speculators_model_type "peagle"; config.json and tensors of an EAGLE-3 head of that library (`speculators`);
+                    `mask_token_id`; speculative_tokens of the proposal method: the number of levels that the head was trained for
+    tensors         beside those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
+
+A slot behind the first reads the embedding of the mask's token, and mask_hidden in place of the target's features, before the norms of
+features and fc. Layer ids mean inputs in both forms. eyas writes the flat form, with the number of levels under "eyas".
+
+Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors: EAGLE-3's, and mask_hidden [F].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from eyas.checkpoints import speculators, vllm
+from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel
+from eyas.checkpoints._llama import count, mapping
+from eyas.checkpoints._weights import ExportTarget, Published
+from eyas.errors import CheckpointError
+
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
+
+METHODS = EXPORTS = ("peagle",)
+NAME = "vllm"
+CLASSES = (VLLM, SGLANG, "PEagleDraftModel", "PeagleLlamaForCausalLM")  # whose heads vLLM computes alike
+TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether this is a P-EAGLE head of any format, readable or not."""
+    return is_parallel(config, names)
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Published config and tensors -> ("peagle", our config, our tensors). CheckpointError names everything that does not fit."""
+    if MASK not in tensors:
+        raise CheckpointError(f"the file of this P-EAGLE head has no {MASK}, the features of a mask")
+    rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
+    token = _mask_token(config)
+    if "speculators_model_type" in config:
+        _, ours, held = speculators.read({**config, "speculators_model_type": "eagle3"}, rest)
+        levels = _speculative_tokens(config)
+    else:
+        _, ours, held = _read_flat(config, rest)
+        levels = ours.get("eyas", {}).pop("levels", None)
+    if levels is not None:
+        levels = count({"levels": levels}, "levels")
+    if ours["fc_bias"] or ours["qkv_bias"]:
+        raise CheckpointError("this P-EAGLE head has biases of fc or of the attention, and vLLM, which defines its format, computes none")
+    width = ours["num_features"] * ours["target_hidden_size"]
+    mask = tensors[MASK]
+    if mask.numel() != width or mask.shape[-1] != width or not mask.is_floating_point():
+        raise CheckpointError(f"{MASK} is {list(mask.shape)} of {mask.dtype} and should hold {width} numbers, the features of a mask")
+    return "peagle", {**ours, "mask_token": token, "levels": levels}, {**held, MASK: mask.reshape(width)}
+
+
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Our config and tensors -> config.json and tensors as published."""
+    assert method in METHODS, method
+    rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
+    published, named = vllm.export("eagle3", config, rest, ExportTarget())
+    published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"], "parallel_drafting": True}
+    if config.get("levels"):
+        published["eyas"] = {**published.get("eyas", {}), "levels": config["levels"]}
+    return published, {**named, MASK: tensors[MASK][None]}
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """As `write`, for vLLM. CheckpointError for mask features of a size that its class does not have."""
+    if len(tensors[MASK]) != 3 * config["hidden_size"]:
+        raise CheckpointError("the head's mask has not the features of three layers of the head's own width, which vLLM's class expects")
+    return write(method, config, tensors)
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Lines by which vLLM runs the head."""
+    levels = config.get("levels") or 5
+    speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {levels}, "parallel_drafting": true}}'
+    return [f"vllm serve {target} --speculative-config '{speculative}'"]
+
+
+def _read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    if architecture(config) not in CLASSES:
+        raise CheckpointError(
+            f"config.json says architectures {config.get('architectures')!r}, a P-EAGLE head of a kind that is not read; if its layers are "
+            f'LLaMA layers, write "architectures": ["{VLLM}"]'
+        )
+    if config.get("parallel_drafting") not in (None, True):
+        raise CheckpointError(
+            f"config.json has parallel_drafting {config['parallel_drafting']!r}, and the file a {MASK}: remove one of them"
+        )
+    return vllm.read({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
+
+
+def _mask_token(config: Mapping[str, Any]) -> int:
+    """The token of a mask. CheckpointError if none is named, or several."""
+    named = {config[key] for key in TOKENS if isinstance(config.get(key), int) and not isinstance(config[key], bool)}
+    wrong = [key for key in TOKENS if config.get(key) is not None and not isinstance(config[key], int)]
+    if len(named) != 1 or wrong or min(named) < 0:
+        said = {key: config.get(key) for key in TOKENS if config.get(key) is not None}
+        raise CheckpointError(f'config.json must name one mask token, like "pard_token": 128255, and has {said or "none"}')
+    return int(named.pop())
+
+
+def _speculative_tokens(config: Mapping[str, Any]) -> Any:
+    """What the first proposal method says about the number of drafted tokens; None if there is no such method."""
+    methods = mapping(config, "speculators_config").get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else {}
+    return first.get("speculative_tokens") if isinstance(first, dict) else None

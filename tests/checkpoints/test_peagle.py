@@ -1,0 +1,112 @@
+"""P-EAGLE heads on disk: the two published forms, what is refused, writing and exporting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.checkpoints import export, load, save
+from eyas.checkpoints._weights import ExportTarget
+from eyas.errors import CheckpointError
+from test_eagle3 import D, Head, V, deep, put, read, refused, same, without
+
+MASK = torch.arange(3 * D).float()
+
+
+def flat(**changes: Any) -> Head:
+    config, held = deep("vllm", 2, pard_token=9, **changes)
+    return config, {**held, "mask_hidden": MASK[None]}
+
+
+def speculators(**changes: Any) -> Head:
+    config, held = deep("speculators", 2)
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 6}]
+    config["speculators_config"] = {"algorithm": "peagle", "proposal_methods": methods}
+    named = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 9}
+    return {**config, **named, **changes}, {**held, "mask_hidden": MASK[None, None]}
+
+
+FORMS = {"flat": flat, "speculators": speculators}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_forms(tmp_path: Path, form: str) -> None:
+    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back the same."""
+    config, held = FORMS[form]()
+    weights = read(tmp_path / "a", (config, held))
+    assert weights.method == "peagle"
+    assert torch.equal(weights.tensors["mask_hidden"], MASK)
+    assert (weights.config["mask_token"], weights.config["levels"], weights.config["layers"]) == (
+        9,
+        6 if form == "speculators" else None,
+        2,
+    )
+    eagle3 = deep("vllm" if form == "flat" else form, 2)[0]
+    plain = read(tmp_path / "b", (eagle3, without(held, "mask_hidden")))
+    assert plain.method == "eagle3"
+    assert same(plain.tensors, without(weights.tensors, "mask_hidden"))
+    assert plain.config.items() <= weights.config.items()
+    save(weights, tmp_path / "c")
+    again = load(tmp_path / "c")
+    assert same(again.tensors, weights.tensors)
+    assert again.config == weights.config
+
+
+def test_other_classes(tmp_path: Path) -> None:
+    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM reads all of them."""
+    for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
+        head = flat(architectures=[name], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, parallel_drafting=True)
+        assert read(tmp_path, head).config["feature_layers"] == (1, 5, 9)
+    refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
+
+
+@pytest.mark.parametrize(
+    ("head", "changed", "says"),
+    [
+        (flat(pard_token=None), {}, "must name one mask token"),
+        (flat(ptd_token_id=8), {}, "must name one mask token"),
+        (flat(pard_token="9"), {}, "must name one mask token"),
+        (speculators(mask_token_id=None), {}, "must name one mask token"),
+        (flat(), {"mask_hidden": MASK[:-1]}, "should hold 24 numbers"),
+        (flat(), {"mask_hidden": MASK.view(3, D)}, "should hold 24 numbers"),
+        (speculators(), {"mask_hidden": None}, "has no mask_hidden"),
+        (flat(parallel_drafting=False), {}, "parallel_drafting False"),
+        (flat(parallel_draft_step=4), {}, "parallel_draft_step 4"),
+        (flat(eyas={"levels": 0}), {}, "has levels 0"),
+        (flat(), {"fc.bias": torch.zeros(D)}, "biases"),
+        (flat(), {"state": torch.zeros(3)}, "unexpected state"),
+        (speculators(norm_before_residual=None), {}, "no norm_before_residual"),
+    ],
+)
+def test_faults(tmp_path: Path, head: Head, changed: dict[str, Tensor | None], says: str) -> None:
+    """Guards against a head that runs as what it is not."""
+    refused(tmp_path, head, says, **changed)
+
+
+def named() -> ExportTarget:
+    return ExportTarget("someone/model", ("LlamaForCausalLM",), lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", ["vllm", "speculators"])
+def test_exports(tmp_path: Path, name: str) -> None:
+    """Guards a mask, a token or levels that an engine does not find."""
+    head = load(put(tmp_path / "a", speculators()))
+    head.tensors.pop("embed.weight")
+    lines = export(head, name, tmp_path / "b", named())
+    again = load(tmp_path / "b")
+    assert (again.method, again.config["mask_token"], again.config["levels"]) == ("peagle", 9, 6)
+    assert same(without(again.tensors, "embed.weight"), head.tensors)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    if name == "vllm":
+        assert (config["pard_token"], config["architectures"]) == (9, ["Eagle3LlamaForCausalLM"])
+        assert '"num_speculative_tokens": 6, "parallel_drafting": true' in lines[0]
+    else:
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 6
+        assert (config["mask_token_id"], config["architectures"]) == (9, ["PEagleSpeculator"])
+    with pytest.raises(CheckpointError, match="sglang has no format for heads of peagle"):
+        export(head, "sglang", tmp_path / "c", named())

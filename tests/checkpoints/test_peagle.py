@@ -13,7 +13,8 @@ from torch import Tensor
 from eyas.checkpoints import export, load, save
 from eyas.checkpoints._weights import ExportTarget
 from eyas.errors import CheckpointError
-from test_eagle3 import D, Head, V, deep, put, read, refused, same, without
+from golden import same
+from published import D, Head, V, deep, put, read, refused, without
 
 MASK = torch.arange(3 * D).float()
 

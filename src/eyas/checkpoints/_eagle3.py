@@ -65,7 +65,7 @@ SETTINGS = frozenset(
 )
 """Keys of the "eyas" object that define the computation; all others are the writer's record and are kept as they are."""
 
-_MORE_LAYERS = r"layers\.(\d+)"
+_MORE_LAYERS = r"layers\.(\d{1,9})"
 _REST = {
     "fc.weight": "fc.weight",
     "fc.bias": "fc.bias",

@@ -158,8 +158,10 @@ def further(number: int) -> dict[str, Tensor]:
 def deep(form: str, count: int = 3, **changes: Any) -> Head:
     """A head of several layers."""
     config, held = FORMS[form]()
-    inner = {"transformer_layer_config": {**config["transformer_layer_config"], "num_hidden_layers": count, **changes}}
-    config = {**config, **(inner if form == "speculators" else {"num_hidden_layers": count, **changes})}
+    sizes = {"num_hidden_layers": count, **changes}
+    if form == "speculators":
+        sizes = {"transformer_layer_config": {**config["transformer_layer_config"], **sizes}}
+    config = {**config, **sizes}
     for number in range(1, count):
         held = held | (further(number) if form == "vllm" else without(further(number), f"layers.{number}.hidden_norm.weight"))
     return config, held

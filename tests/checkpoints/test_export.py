@@ -78,7 +78,7 @@ def test_tiny_heads_come_back(method: str, name: str, tmp_path: Path, target: Ta
         assert again.config.get("feature_layers") == head.config.get("feature_layers")
         torch.testing.assert_close(logits(again, target), logits(head, target), rtol=1e-4, atol=1e-4)
     table = again.tensors.pop("embed.weight", None)  # may hold a bias of fc, or what the speculators library misses
-    assert (table is not None) == ((method, name) in (("eagle1", "vllm"), ("eagle3", "speculators")))
+    assert (table is not None) == ((method, name) in (("eagle1", "vllm"), ("eagle3", "speculators"), ("peagle", "speculators")))
     assert same(again.tensors, {key: value for key, value in head.tensors.items() if key != "fc.bias" or name != "vllm"})
     assert [file.name for file in tmp_path.iterdir()] == ["out"], "a temporary folder stays"
 

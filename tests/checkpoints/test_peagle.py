@@ -20,7 +20,7 @@ MASK = torch.arange(3 * D).float()
 
 
 def flat(**changes: Any) -> Head:
-    config, held = deep("vllm", 2, pard_token=9, **changes)
+    config, held = deep("vllm", 2, **{"pard_token": 9, **changes})
     return config, {**held, "mask_hidden": MASK[None]}
 
 

@@ -396,7 +396,7 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
     if later and not several:
         raise CheckpointError(
             f"an EAGLE-3 head of this form has one layer, {first[0]}; this file has {', '.join(found)}, which its readers compute in "
-            f"different ways; if they are those of vLLM or of the speculators library, name that form: {NAME_THE_FORM}"
+            f'different ways; if they are those of vLLM or of the speculators library, write "architectures": ["{VLLM}"]'
         )
     if later != list(range(1, 1 + len(later))):
         raise CheckpointError(f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(found)}")

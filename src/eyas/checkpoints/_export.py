@@ -24,7 +24,7 @@ def export_formats() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for form in _exporting():
         found[form.NAME] = (*found.get(form.NAME, ()), *form.EXPORTS)
-    return found
+    return dict(sorted(found.items()))
 
 
 def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:

@@ -49,7 +49,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         levels = _speculative_tokens(config)
     else:
         _, ours, held = _read_flat(config, rest)
-        levels = ours.get("eyas", {}).pop("levels", None)
+        record = dict(ours.pop("eyas", None) or {})
+        levels = record.pop("levels", None)
+        ours |= {"eyas": record} if record else {}
     if levels is not None:
         levels = count({"levels": levels}, "levels")
     if ours["fc_bias"] or ours["qkv_bias"]:

@@ -245,7 +245,7 @@ class WindowCache(KVCache):
         keys_and_values = (heads, width, width)
         unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
         super().__init__((keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device)
-        self.window, self.shape, self.layers = window, (heads, width), layers
+        self.window, self.shape, self.net_layers = window, (heads, width), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
@@ -258,7 +258,7 @@ class WindowCache(KVCache):
 
     def layer_cache(self, number: int = 0) -> DraftLayerCache:
         """The tensors of one layer for the next forward."""
-        unrotated = None if self.window is None else self.part(self.layers + number)
+        unrotated = None if self.window is None else self.part(self.net_layers + number)
         return DraftLayerCache(self.part(number), unrotated, self._length_R, self._visible_RNT)
 
     @property
@@ -274,7 +274,7 @@ class WindowCache(KVCache):
 
     def slots_for_kernels(self, number: int = 0) -> DraftSlots:
         """The tensors of one layer for the GPU kernels."""
-        unrotated = None if self.window is None else self.keys_values(self.layers + number)[0]
+        unrotated = None if self.window is None else self.keys_values(self.net_layers + number)[0]
         return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(number), unrotated)
 
     def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,8 +290,8 @@ class WindowCache(KVCache):
         over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
         source_BC = slot_C + over_B1 * (slot_C >= sink)
         row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
-        for layer in range(self.layers):
-            (key, value), (unrotated, _) = ([entry for _, entry in self._place[number]] for number in (layer, self.layers + layer))
+        for layer in range(self.net_layers):
+            (key, value), (unrotated, _) = ([entry for _, entry in self._place[number]] for number in (layer, self.net_layers + layer))
             for entry in (unrotated, value):
                 store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
             unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]

@@ -11,7 +11,6 @@ import pytest
 
 import eyas
 import processes
-from eyas import tiny
 
 VARIABLE = "EYAS_INTEROP"  # the folder with the environments
 PROGRAMS = Path(__file__).parent / "interop" / "programs"
@@ -35,14 +34,14 @@ def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any
     return answer
 
 
-def ours(prompts: list[list[int]], method: str, tokens: int, limit: int) -> tuple[list[list[int]], float]:
-    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many tokens."""
+def ours(prompts: list[list[int]], head: Path, method: str, tokens: int, limit: int) -> tuple[list[list[int]], float]:
+    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many tokens by a head of this method."""
     plain = eyas.load(method="vanilla")
     if method == "eagle1":
         options: dict[str, Any] = {"method": "eagle1", "tree.choices": f"chain-{tokens}"}
     else:
         options = {"method": method, "tree.nodes": tokens + 1, "tree.depth": tokens, "tree.branch": 1}
-    drafting = eyas.load(draft=tiny.HEADS[method], **options)
+    drafting = eyas.load(draft=head, **options)
     expected, accepted, cycles = [], 0, 0
     for ids in prompts:
         expected.append(list(plain.generate(ids, raw=True, max_new_tokens=limit).token_ids))

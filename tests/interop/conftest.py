@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 import eyas
 from eyas import checkpoints, tiny
 from eyas.bench import tasks
+from eyas.core.target import Target
+from eyas.drafters import find
 from interop_engines import VARIABLE, python_of
 
 
@@ -65,12 +68,51 @@ def known(llm: eyas.LLM, folder: Path) -> checkpoints.ExportTarget:
 
 
 @pytest.fixture(scope="session")
-def exported(known: checkpoints.ExportTarget, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """The folder of an embedded head in a format."""
+def heads(llm: eyas.LLM, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Heads of the embedded model by name: its own, and two made of its EAGLE-3 head: with a second layer, and for drafting in parallel."""
+    folder, head = tmp_path_factory.mktemp("made"), checkpoints.load(tiny.HEADS["eagle3"])
+    made = {"eagle3 of two layers": with_second_layer(head), "peagle": with_mask(head, llm.target, prompts)}
+    for name, weights in made.items():
+        checkpoints.save(weights, folder / name)
+    return {**tiny.HEADS, **{name: folder / name for name in made}}
 
-    def made(method: str, name: str) -> Path:
-        place = tmp_path_factory.mktemp("heads") / f"{method}-{name}"
-        checkpoints.export(checkpoints.load(tiny.HEADS[method]), name, place, known)
+
+def with_second_layer(head: checkpoints.Weights) -> checkpoints.Weights:
+    """The head with a second layer of random weights, small enough that much is still accepted, and large enough that it matters."""
+    noise = torch.Generator().manual_seed(0)
+    tensors = dict(head.tensors)
+    for name, tensor in head.tensors.items():
+        if not name.startswith("layer.") or name.endswith("embed_norm.weight"):
+            continue
+        later = name.replace("layer.", "later.0.", 1).replace("hidden_norm", "input_norm")
+        if tensor.ndim == 1:
+            tensors[later] = tensor.clone()
+            continue
+        columns = tensor.shape[1] // 2 if name.endswith(("q.weight", "k.weight", "v.weight")) else tensor.shape[1]
+        made = 5.0 / columns**0.5 * torch.randn(len(tensor), columns, generator=noise)
+        tensors[later] = made.to(tensor.dtype)
+    return replace(head, config={**head.config, "layers": 2}, tensors=tensors)
+
+
+def with_mask(head: checkpoints.Weights, target: Target, prompts: list[list[int]]) -> checkpoints.Weights:
+    """The head as P-EAGLE's: the features of a mask are the mean features of some texts."""
+    layers = find("eagle3").load(head, target).feature_layers
+    features_NF = torch.cat([target.encode(torch.tensor([ids]), layers)[0] for ids in prompts])
+    mask_F = features_NF.mean(0).to(head.tensors["fc.weight"].dtype)
+    return replace(
+        head, method="peagle", config={**head.config, "mask_token": 0, "levels": 3}, tensors={**head.tensors, "mask_hidden": mask_F}
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def exported(
+    known: checkpoints.ExportTarget, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """The folder of one of the heads in a format."""
+
+    def made(head: str, name: str) -> Path:
+        place = tmp_path_factory.mktemp("heads") / f"{head.replace(' ', '-')}-{name}"
+        checkpoints.export(checkpoints.load(heads[head]), name, place, known)
         return place
 
     return made

@@ -22,9 +22,9 @@ LIMIT = 64
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+def expected(prompts: list[list[int]], heads: dict[str, Path]) -> tuple[list[list[int]], float]:
     """Ids of plain decoding, and eyas' mean acceptance length."""
-    return ours(prompts[:12], "eagle3", DRAFTS, LIMIT)
+    return ours(prompts[:12], heads["eagle3"], "eagle3", DRAFTS, LIMIT)
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ LIMIT = 48
 PROMPTS = 6
 
 
-def test_reference(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_reference(prompts: list[list[int]], heads: dict[str, Path], tmp_path: Path) -> None:
     """Guards against an export that their code computes otherwise than eyas, and an adapter that measures something else."""
     python = python_of(".venv-reference")
-    expected, _ = ours(prompts[:PROMPTS], "eagle3", DRAFTS, LIMIT)
+    expected, _ = ours(prompts[:PROMPTS], heads["eagle3"], "eagle3", DRAFTS, LIMIT)
     workshop = Workshop(tmp_path, 1, None, None)
     for name, options in _peers_reference.ways(workshop).items():
         with workshop.program(python, "with_reference.py", "reference", **options) as ask:

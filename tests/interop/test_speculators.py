@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "norm_output": {"head.norm_output": True},
     "five layers": {"head.layers": "1,4,8,11,13"},
     "a small vocabulary": {"head.draft_vocab": 500},
+    "three layers of its own": {"head.depth": 3},
 }
 
 

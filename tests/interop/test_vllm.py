@@ -15,25 +15,33 @@ from interop_engines import asked, ours
 pytestmark = pytest.mark.slow
 TOKENS = 3
 LIMIT = 128
-CASES = [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "safeailab"), ("eagle3", "speculators"), ("eagle1", "vllm")]
+CASES = [
+    *(("eagle3", name) for name in ("vllm", "sglang", "safeailab", "speculators")),
+    *((head, name) for head in ("eagle3 of two layers", "peagle") for name in ("vllm", "speculators")),
+    ("eagle1", "vllm"),
+]
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> Callable[[str], tuple[list[list[int]], float]]:
-    """By method: ids, and the mean acceptance length."""
+def expected(prompts: list[list[int]], heads: dict[str, Path]) -> Callable[[str], tuple[list[list[int]], float]]:
+    """By head: ids, and the mean acceptance length."""
     known: dict[str, tuple[list[list[int]], float]] = {}
 
-    def made(method: str) -> tuple[list[list[int]], float]:
-        if method not in known:
-            known[method] = ours(prompts, method, TOKENS, LIMIT)
-        return known[method]
+    def made(head: str) -> tuple[list[list[int]], float]:
+        if head not in known:
+            known[head] = ours(prompts, heads[head], method_of(head), TOKENS, LIMIT)
+        return known[head]
 
     return made
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+def method_of(head: str) -> str:
+    return head.split()[0]
+
+
+@pytest.mark.parametrize(("head", "name"), CASES)
 def test_texts_and_acceptance(
-    method: str,
+    head: str,
     name: str,
     interop: Path,
     folder: Path,
@@ -46,14 +54,12 @@ def test_texts_and_acceptance(
     False alarm: batches round otherwise, so a near-tie may turn one answer; none of 24 does with these versions, and the mean lengths are
     equal to the last digit. 1 % leaves room for a near-tie in a draft.
     """
-    ids, mean = expected(method)
-    kind = {"eagle1": "eagle"}.get(method, method)
-    question = {"target": str(folder), "head": str(exported(method, name)), "method": kind, "tokens": TOKENS, "max_tokens": LIMIT}
-    found = asked("vllm_texts.py", interop, {**question, "prompts": prompts})
+    ids, mean = expected(head)
+    kind = {"eagle1": "eagle", "peagle": "eagle3"}.get(method_of(head), method_of(head))
+    question = {"target": str(folder), "head": str(exported(head, name)), "method": kind, "parallel": head == "peagle"}
+    found = asked("vllm_texts.py", interop, {**question, "tokens": TOKENS, "max_tokens": LIMIT, "prompts": prompts})
     equal = sum(one == other for one, other in zip(found["ids"], ids, strict=True))
     length = 1 + found["accepted"] / found["drafts"]
-    print(
-        f"{method} as {name}: {equal} of {len(ids)} texts equal; mean acceptance length {length:.4f}, eyas {mean:.4f}; {found['versions']}"
-    )
+    print(f"{head} as {name}: {equal} of {len(ids)} texts equal; mean acceptance length {length:.4f}, eyas {mean:.4f}; {found['versions']}")
     assert equal == len(ids)
     assert length == pytest.approx(mean, rel=0.01)

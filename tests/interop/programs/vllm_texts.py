@@ -1,6 +1,6 @@
 """Run by vLLM's Python: answers of vLLM with a draft head, and how many drafts it accepted.
 
-Reads from stdin {"target", "head" or null, "method", "tokens", "max_tokens", "prompts": [[ids]]}; prints, as the last line,
+Reads from stdin {"target", "head" or null, "method", "parallel", "tokens", "max_tokens", "prompts": [[ids]]}; prints, as the last line,
 {"ids": [[ids]], "drafts", "accepted", "versions"}. All prompts are in one batch; greedy, in float32.
 """
 
@@ -24,6 +24,8 @@ import vllm
 def main() -> None:
     asked = json.load(sys.stdin)
     speculative = {"model": asked["head"], "method": asked["method"], "num_speculative_tokens": asked["tokens"]}
+    if asked.get("parallel"):
+        speculative["parallel_drafting"] = True
     llm = vllm.LLM(
         asked["target"],
         dtype="float32",

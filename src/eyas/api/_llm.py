@@ -15,6 +15,7 @@ from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
 from eyas.arguments import (
     GenerateKeywords,
+    MediaIds,
     Messages,
     Prompt,
     as_processors,
@@ -160,7 +161,8 @@ class LLM:
 
         Args:
             prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
-                tokenizer returns), or a list of those (a tensor [B, T]).
+                tokenizer returns), or a list of those (a tensor [B, T]). With images: what the target's
+                processor returns for one prompt (docs/targets.md).
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
@@ -278,7 +280,7 @@ class LLM:
         prompts, _ = as_prompts(prompt)
         if len(prompts) != 1:
             raise InputError("the prompt is empty: give at least one token" if not prompts else f"one prompt at a time, not {len(prompts)}")
-        one = prompts[0]
+        one = prompts[0].ids if isinstance(prompts[0], MediaIds) else prompts[0]
         template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
         if isinstance(one, tuple):
             if system:
@@ -302,7 +304,9 @@ class LLM:
         Parameters as in `generate`.
         """
         asked = generate_keywords(keywords)
+        prompts, _ = as_prompts(prompt)
         ids = self.ids(prompt, system, asked["raw"])
+        media = prompts[0].media if isinstance(prompts[0], MediaIds) else None
         eos = (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"])
         reader = TextReader(self.tokenizer, asked["stop"])
         request = Request(
@@ -319,6 +323,7 @@ class LLM:
             draft=asked["draft"],
             adapter=self.adapter_named(asked["adapter"]),
             prediction=self._prediction(asked["prediction"]),
+            media=media,
         )
         return request, reader
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
 from eyas.arguments._adapters import adapters_of
 from eyas.arguments._objects import SYNONYMS, with_objects
@@ -24,6 +25,7 @@ from eyas.errors import InputError, OptionError, near
 
 __all__ = [
     "GenerateKeywords",
+    "MediaIds",
     "Messages",
     "Prompt",
     "adapters_of",
@@ -45,7 +47,21 @@ __all__ = [
 ]
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages | Sequence[int]
+
+
+@dataclass(frozen=True)
+class MediaIds:
+    """Token ids of one prompt with images or the like, as a processor of transformers makes them."""
+
+    ids: tuple[int, ...]
+    media: Mapping[str, Tensor]  # further inputs of the model's forward, such as pixel_values
+
+
+Prompt = str | Messages | Sequence[int] | MediaIds
+TEXT_ONLY = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+)
+"""Entries of a tokenizer's or processor's output that every text has. Others are inputs of a model that reads more than text."""
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -135,11 +151,13 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
 
     A string, a list of messages and a list of token ids are single prompts; a list of those, and a
     tensor [B, T], are several. Tensors, arrays and the output of a tokenizer become lists; what its
-    attention mask hides is left out.
+    attention mask hides is left out. The output of a processor for a prompt with images becomes `MediaIds`.
 
     Raises:
         InputError: something else.
     """
+    if isinstance(prompt, MediaIds) or (isinstance(prompt, Mapping) and _media_names(prompt)):
+        return ([prompt], True) if isinstance(prompt, MediaIds) else _media_ids(prompt)
     prompt = _as_lists(prompt)
     if isinstance(prompt, str):
         return [prompt], True
@@ -174,6 +192,26 @@ def _as_lists(prompt: Any) -> Any:
             return [_visible(row, row_mask) for row, row_mask in zip(ids, mask, strict=True)]
         return _visible(ids, mask)
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def _media_names(prompt: Mapping[str, Any]) -> list[str]:
+    """The inputs of a processor's output that are no text."""
+    return [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None] if "input_ids" in prompt else []
+
+
+def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
+    """One prompt with images, of a processor's output, and whether its ids are a single list."""
+    names = _media_names(prompt)
+    if wrong := [name for name in names if not isinstance(prompt[name], Tensor)]:
+        raise InputError(f"{wrong[0]} is no tensor: call the processor with return_tensors='pt'")
+    ids, mask = torch.as_tensor(prompt["input_ids"]), prompt.get("attention_mask")
+    single, ids = ids.ndim == 1, ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or len(ids) != 1:
+        raise InputError(f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of what it returns")
+    if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
+        raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
+    beside = {name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None}
+    return [MediaIds(tuple(ids[0].tolist()), beside | {name: prompt[name] for name in names})], single
 
 
 def _visible(ids: Sequence[int], mask: Sequence[int]) -> list[int]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter
+from eyas.core.media import check_media
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RowDrafts, check_draft
@@ -99,6 +100,8 @@ class Decoder:
         check_draft(request, self.model.vocab_size)
         if request.adapter not in (None, self.model.adapter):
             raise OptionError(f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}")
+        if request.media:
+            check_media(self.model, request.media, request.prompt)
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)

@@ -21,8 +21,11 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -97,7 +100,7 @@ def read_model(
     if quantised and device != CPU and spread is None:
         options["device_map"] = {"": device}
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _class_of(config).from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
             trust_remote_code=trust_remote_code,
@@ -113,6 +116,12 @@ def read_model(
     if mismatched := sorted(f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
     return model
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    """The Auto class of a model: for text alone, or for images and text where there is no other."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def _spread_keywords(spread: Spread | None) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class PromptReader:
         self.reading: dict[int, Prompt] = {}  # by row
         self.empty = set(range(target.rows))  # rows without a request
         self.texts: list[Sequence[int]] = [()] * target.rows  # the text whose keys and values a row holds, as far as the target's length
+        self._unshared = set[int]()  # rows whose keys and values depend on more than their text: on images
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
         self.beside_seconds = 0.0  # of the cycles that other decoders run between two steps of this one, on the same machine
@@ -170,7 +171,7 @@ class PromptReader:
                 except EyasError as error:
                     yield prompt, error
                     continue
-            count = prompt.left if left is None else min(left, prompt.left)
+            count = prompt.left if left is None or prompt.request.media else min(left, prompt.left)
             logits_V = self._read(prompt, count)
             left = None if left is None else left - count
             if not prompt.left:
@@ -195,7 +196,8 @@ class PromptReader:
 
         before = prompt.timer.parts.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):
-            logits_V = self.target.prefill(row, tokens, on_chunk, prompt.scores.read if prompt.scores else None)
+            on_logits = prompt.scores.read if prompt.scores else None
+            logits_V = self.target.prefill(row, tokens, on_chunk, on_logits, prompt.request.media)
         if count >= LEAST:  # fewer take long for their number
             self._token_seconds = _average(self._token_seconds, (prompt.timer.parts["prompt"] - before) / count)
         prompt.read += count
@@ -208,7 +210,7 @@ class PromptReader:
         request, prompt.timer = prompt.request, self.timer()
         self.waiting.remove(prompt)
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
-        row, source, shared = self._place(request.prompt)
+        row, source, shared = self._place(() if request.media else request.prompt)
         kept = 0
         if request.prompt_logprobs is not None:  # then all logits are wanted
             prompt.scores = PromptLogprobs(request.prompt, request.prompt_logprobs)
@@ -222,6 +224,7 @@ class PromptReader:
         self._started += 1
         self._used_at[row] = self._used_at[source] = self._started
         self.texts[row] = request.prompt
+        (self._unshared.add if request.media else self._unshared.discard)(row)
         self.empty.remove(row)
         self.reading[row] = prompt
         prompt.row, prompt.kept, prompt.read = row, kept, kept
@@ -240,7 +243,7 @@ class PromptReader:
 
     def _shared(self, row: int, prompt: Sequence[int]) -> int:
         """How many tokens of the prompt are in the row's cache already. The last one is always read: its logits are wanted."""
-        if not self.reuse:
+        if not self.reuse or row in self._unshared or not prompt:
             return 0
         return self.target.longest(row, min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1))
 

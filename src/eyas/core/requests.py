@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,8 @@ class Request:
     draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
 
+    media: Mapping[str, Tensor] | None = field(default=None, compare=False)  # further inputs of the model's forward for the prompt, one row
+    # of each, such as pixel_values: the prompt's images. It is then read in one forward, and shares no keys with other prompts
     adapter: str | None = None  # the adapter that answers, "" for none: a Decoder refuses requests for another than its target's. None: any
 
     @property

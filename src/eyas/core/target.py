@@ -33,6 +33,7 @@ from eyas.core import families, quantised
 from eyas.core.adapters import AdapterSet, beside, digest, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
 from eyas.core.fingerprints import fingerprint_of, same_weights
+from eyas.core.media import counts_otherwise, read_media
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.placement import device_of
 from eyas.core.pretrained import Spread, read_model
@@ -134,6 +135,7 @@ class Target:
         self.context = self.family.context
         self.run: Runner = ModelRunner()
         self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
+        self.shifts_positions = counts_otherwise(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.adapters: AdapterSet | None = None  # that requests choose from
         self.adapter = ""  # the one that this view of the target uses; "": none
@@ -353,6 +355,7 @@ class TargetSession:
             self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
             self.cache.layers = self.states.cache_layers
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
+        self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None  # positions are slot numbers + this
         self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `settle`
 
     def reserve(self, tokens: int) -> None:
@@ -379,13 +382,18 @@ class TargetSession:
 
     @torch.inference_mode()
     def prefill(
-        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None
-    ) -> Tensor:
+        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
 
-        `on_logits` is called with all logits [T, V] of each chunk and the position of its first token.
+        Args:
+            on_logits: called with all logits [T, V] of each chunk and the position of its first token.
+            media: see `Request.media`. The tokens are then a whole prompt, which the row has to be empty for.
         """
         assert tokens, "at least one token"
+        if media:
+            return self._prefill_with_media(row, tokens, on_chunk, on_logits, media)
         logits_V = None
         start = 0
         while start < len(tokens):
@@ -408,6 +416,28 @@ class TargetSession:
             self.states.mark(row, self.lengths[row])
         assert logits_V is not None
         return logits_V
+
+    def _prefill_with_media(
+        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
+        media: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
+        assert self.lengths[row] == 0, "a prompt with media is read whole"
+        read = read_media(self.target, tokens, media, self.feature_layers, on_logits is not None)
+        T = len(tokens)
+        self.cache.at(range(row, row + 1), lambda: torch.arange(T, device=self.target.device)[None], T)
+        for number, layer in enumerate(read.cache.layers):
+            if self.cache.stores_of(number):
+                self.cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type]
+        self.length_B[row] = T
+        self.lengths[row] = T
+        if self.shift_B is not None:
+            self.shift_B[row] = read.position_shift
+        if on_chunk is not None:
+            on_chunk(torch.tensor(list(tokens), device=self.target.device), read.features_TF, 0)
+        if on_logits is not None:
+            on_logits(read.logits_TV, 0)
+        return read.logits_TV[-1]
 
     def _chunk(self, row: int) -> int:
         """Most tokens of a prompt that go through the model at a time."""
@@ -461,6 +491,10 @@ class TargetSession:
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
         self.cache.at(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         position_RQ = length_R[:, None] + depth_RT[:, T - Q :]
+        if self.shift_B is not None:
+            position_RQ = (
+                position_RQ + (self.shift_B[rows.start : rows.stop] if isinstance(rows, range) else self.shift_B[list(rows)])[:, None]
+            )
         if width > target.context:  # nodes past the context are never emitted, but the model needs a valid position for them
             position_RQ = position_RQ.clamp(max=target.context - 1)
         work = ForwardInput(
@@ -524,6 +558,8 @@ class TargetSession:
             self.states.keep(row, length, self._length(row))
         self.length_B[row] = length
         self.lengths[row] = length
+        if self.shift_B is not None and length == 0:
+            self.shift_B[row] = 0
 
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
@@ -532,6 +568,8 @@ class TargetSession:
         if self.states is not None:
             self.states.copy(source, row, length, self._length(source))
         self.cache.copy(source, row, length)
+        if self.shift_B is not None:
+            self.shift_B[row] = 0  # texts behind images are not copied
         self.length_B[row] = length
         self.lengths[row] = length
 

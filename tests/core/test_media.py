@@ -1,0 +1,161 @@
+"""Prompts with images: every method gives the text of transformers' generate, and no prompt reads the keys of another image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eyas
+import zoo
+from eyas import drafters
+from eyas.arguments import as_prompts
+from eyas.core.engine import Decoder, Request
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.errors import InputError, ModelError
+from media_models import MODELS, make_model, prompt_with_image
+from reference import run
+from test_lossless import DRAWN, Oracle, make
+
+NEW = 14
+SEEDED = Sampling(0.8, top_k=20, seed=4)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def target(kind: str) -> Target:
+    return Target(make_model(kind))
+
+
+def generated(target: Target, prompt: dict[str, Tensor]) -> list[int]:
+    """The greedy ids of transformers."""
+    with torch.no_grad():
+        ids_1T: Any = target.model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
+    return ids_1T[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+def ids_of(llm: eyas.LLM, prompt: dict[str, Tensor]) -> list[int]:
+    """The greedy ids of eyas. A processor makes lists of one prompt, and so is the result."""
+    (result,) = llm.generate(prompt, max_new_tokens=NEW)  # type: ignore[misc]
+    return list(result.token_ids)
+
+
+def asked(prompt: dict[str, Tensor], sampling: Sampling = Sampling()) -> Request:  # noqa: B008 (frozen)
+    """The engine's request for a prompt."""
+    (one,), _ = as_prompts(prompt)
+    return Request(one, NEW, sampling) if isinstance(one, tuple) else Request(one.ids, NEW, sampling, media=one.media)
+
+
+def text_alone(seed: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 90, (1, 21), generator=torch.Generator().manual_seed(seed))}
+
+
+def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**prompt, "pixel_values": -prompt["pixel_values"]}
+
+
+def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
+    """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
+    llm = eyas.load(target.model, method="vanilla", tokenizer=False)
+    prompts = [prompt_with_image(kind, 0), text_alone(0), prompt_with_image(kind, 1, images=2), prompt_with_image(kind, 2, before=0)]
+    expected = [generated(target, prompt) for prompt in prompts]
+    assert [ids_of(llm, prompt) for prompt in prompts] == expected
+    together = llm.generate(prompts, max_new_tokens=NEW, batch_size=3)
+    assert [list(result.token_ids) for result in together] == expected
+    changed = another_image(prompts[0])
+    assert ids_of(llm, changed) == generated(target, changed) != expected[0]
+
+
+def requests_of(kind: str) -> list[Request]:
+    """With and without images, greedy and sampled; two have the same ids and other images."""
+    first, second = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
+    prompts = [first, text_alone(1), second, another_image(first), first, text_alone(1)]
+    return [asked(p, s) for p, s in zip(prompts, (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling()), strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in drafters.names() if name != "mtp"])
+def test_every_method(name: str, kind: str, target: Target) -> None:
+    """Guards what a method makes of such prompts. Three rows; prefixes are reused where that is right; prompts in chunks, by turns."""
+    requests = [r for r in requests_of(kind) if r.sampling.greedy or name not in DRAWN]
+    expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
+    budget = 5 if drafters.names().index(name) % 2 else None
+    texts, _ = run(Decoder(target, make(name, target), 3, reuse=True, prefill_budget=budget), requests)
+    assert texts == expected
+
+
+def test_long_paths(kind: str, target: Target) -> None:
+    """Guards trees behind images: paths of several nodes are accepted, with three rows."""
+    requests = [asked(prompt_with_image(kind, seed, images=1 + seed % 2), (Sampling(), SEEDED)[seed % 2]) for seed in range(5)]
+    requests.append(asked(text_alone(2)))
+    expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
+    oracle = Oracle(target, {r.prompt: text for r, text in zip(requests, expected, strict=True)}, 12, 5, 0)
+    texts, steps = run(Decoder(target, oracle, 3), requests)
+    assert texts == expected
+    cycles = [step for step in steps if not step.prefill]
+    assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles)
+
+
+def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> None:
+    """Guards against keys of another image: with the same ids, and after a text that only begins alike."""
+    prompt, decoder = prompt_with_image(kind, 0), Decoder(target, make("vanilla", target), 2, reuse=True)
+    alike = {"input_ids": prompt["input_ids"][:, :12]}
+    asked_for = [asked(p) for p in (prompt, another_image(prompt), alike, prompt)]
+    texts, steps = run(decoder, asked_for)
+    assert texts == [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in asked_for]
+    assert all(step.cached_tokens == 0 for step in steps if step.prefill)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_from_a_folder(name: str, tmp_path: Path) -> None:
+    """Guards types that are no causal language models to transformers' Auto class."""
+    model, prompt = make_model(name), prompt_with_image(name, 0)
+    model.save_pretrained(tmp_path)
+    llm = eyas.load(tmp_path, "suffix", tokenizer=False)
+    assert ids_of(llm, prompt) == generated(Target(model), prompt)
+    assert [piece.token_ids for piece in llm.stream(prompt, max_new_tokens=3)]
+
+
+def test_log_probabilities(kind: str, target: Target) -> None:
+    """Guards those of a prompt that is read whole."""
+    llm, prompt = eyas.load(target.model, method="vanilla", tokenizer=False), prompt_with_image(kind, 0)
+    with torch.no_grad():
+        logits_TV = target.model(**prompt).logits[0]
+    expected = logits_TV.log_softmax(-1)[:-1].gather(1, prompt["input_ids"][0, 1:, None])[:, 0]
+    found = llm.generate(dict(prompt, input_ids=prompt["input_ids"][0]), max_new_tokens=2, prompt_logprobs=0).prompt_logprobs
+    torch.testing.assert_close(torch.tensor([entry.logprob for entry in found[1:]]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
+        ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
+        ({"pixel_values": [[0.0]]}, "pixel_values is no tensor"),
+        ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
+        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    llm = eyas.load(make_model("llava"), method="vanilla", tokenizer=False)
+    with pytest.raises(InputError, match=message) as caught:
+        llm.generate({**prompt_with_image("llava", 0), **changes}, max_new_tokens=4)
+    assert "\n" not in str(caught.value)
+    assert ids_of(llm, prompt_with_image("llava", 0)), "the next prompt is answered"
+
+
+def test_models_of_text_alone() -> None:
+    llm = eyas.load(zoo.tiny("llama"), method="vanilla", tokenizer=False)
+    with pytest.raises(InputError, match="LlamaForCausalLM takes no pixel_values"):
+        llm.generate(prompt_with_image("llava", 0), max_new_tokens=4)
+    hybrid = Target(zoo.tiny("jamba"))
+    with pytest.raises((InputError, ModelError), match=r"takes no pixel_values|without recurrent state"):
+        Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt_with_image("llava", 0)))

@@ -17,9 +17,9 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-__all__ = ["MODELS", "make_model", "prompt_with_image"]
+__all__ = ["IMAGE", "MODELS", "make_model", "prompt_with_image"]
 
-VOCAB, IMAGE, BEGIN, END = 96, 90, 91, 92
+VOCAB, IMAGE, BEGIN, END, VIDEO = 270, 262, 263, 264, 265  # the first 262 are those of toy_tokenizer.py
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -63,7 +63,7 @@ def qwen2_5_vl() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     config = Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=BEGIN,
-        vision_end_token_id=END, video_token_id=93,
+        vision_end_token_id=END, video_token_id=VIDEO,
     )  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(config)
 
@@ -88,7 +88,7 @@ def prompt_with_image(name: str, seed: int, before: int = 6, after: int = 9, ima
     chance = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> list[int]:
-        return torch.randint(3, IMAGE, (count,), generator=chance).tolist()
+        return torch.randint(3, 90, (count,), generator=chance).tolist()
 
     tokens_of_image = {"gemma3": 4, "llava": 16, "qwen2_5_vl": 6}[name]
     ids = [1]

@@ -447,11 +447,11 @@ def test_render_leaves_the_messages_alone() -> None:
         ([{"content": "Hello"}], 'message 1 has no "role"'),
         ([{"role": "user"}], 'message 1 has no "content"'),
         ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
-        ([{"role": "user", "content": ["Hello"]}], "part 1 of message 1 is of type str without a type: eyas reads text only"),
+        ([{"role": "user", "content": ["Hello"]}], "part 1 of message 1 is of type str without a type: only parts of text are read here"),
         ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]}],
-            "part 2 of message 1 is of type 'image_url': eyas reads text only",
+            "part 2 of message 1 is of type 'image_url': only parts of text are read here",
         ),
         ([{"role": "user", "content": []}], "the content of message 1 is empty"),
         ([{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),

@@ -153,7 +153,9 @@ def _content_text(content: Any, number: int) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
             named = f"of type {kind!r}" if kind else f"{_kind(part)} without a type"
-            raise InputError(f'part {place} of message {number} is {named}: eyas reads text only, {{"type": "text", "text": ...}}')
+            raise InputError(
+                f'part {place} of message {number} is {named}: only parts of text are read here, {{"type": "text", "text": ...}}'
+            )
         if not isinstance(part.get("text"), str):
             raise InputError(f'part {place} of message {number} has no "text" that is a string')
     return "\n".join(part["text"] for part in content)

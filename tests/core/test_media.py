@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
+from transformers import AutoProcessor, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import eyas
 import zoo
@@ -17,9 +20,10 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError
-from media_models import MODELS, make_model, prompt_with_image
+from media_models import IMAGE, MODELS, make_model, prompt_with_image
 from reference import run
 from test_lossless import DRAWN, Oracle, make
+from toy_tokenizer import byte_tokenizer
 
 NEW = 14
 SEEDED = Sampling(0.8, top_k=20, seed=4)
@@ -154,8 +158,66 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_models_of_text_alone() -> None:
     llm = eyas.load(zoo.tiny("llama"), method="vanilla", tokenizer=False)
+    prompt = {**text_alone(0), "pixel_values": torch.zeros(1, 3, 8, 8)}
     with pytest.raises(InputError, match="LlamaForCausalLM takes no pixel_values"):
-        llm.generate(prompt_with_image("llava", 0), max_new_tokens=4)
+        llm.generate(prompt, max_new_tokens=4)
     hybrid = Target(zoo.tiny("jamba"))
     with pytest.raises((InputError, ModelError), match=r"takes no pixel_values|without recurrent state"):
-        Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt_with_image("llava", 0)))
+        Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt))
+
+
+MESSAGES_TEMPLATE = (
+    "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def with_processor(folder: Path) -> Path:
+    """A folder with a Llava model and its processor."""
+    make_model("llava").save_pretrained(folder)
+    tokenizer = byte_tokenizer(MESSAGES_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
+    size = {"height": 8, "width": 8}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(folder)
+    return folder
+
+
+def test_messages_with_images(tmp_path: Path) -> None:
+    """Guards the way of a user: an image on disk, or in memory, in a message. The ids are those of transformers by the same processor."""
+    llm = eyas.load(with_processor(tmp_path / "llava"), "suffix")
+    image = Image.effect_noise((20, 12), 90).convert("RGB")
+    image.save(tmp_path / "image.png")
+    text = {"type": "text", "text": "What is this?"}
+    inputs = AutoProcessor.from_pretrained(tmp_path / "llava").apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": image}, text]}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    expected = generated(llm.target, dict(inputs))
+    for part in ({"type": "image", "image": image}, {"type": "image", "path": str(tmp_path / "image.png")}):
+        result = llm.generate([{"role": "user", "content": [part, text]}], max_new_tokens=NEW, ignore_eos=True)
+        assert list(result.token_ids) == expected
+    assert llm.generate("What is this?", max_new_tokens=4).text is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "path": "no/such.png"}, "refuses these messages: .*no/such.png"),
+        ({"type": "image"}, "refuses these messages"),
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
+    ],
+)
+def test_messages_that_are_refused(part: dict[str, Any], message: str, tmp_path: Path) -> None:
+    llm = eyas.load(with_processor(tmp_path), "suffix")
+    with pytest.raises(InputError, match=message) as caught:
+        llm.generate([{"role": "user", "content": [part]}], max_new_tokens=4)
+    assert "\n" not in str(caught.value)
+
+
+def test_targets_without_a_processor() -> None:
+    llm = eyas.load(make_model("llava"), "suffix", tokenizer=False)
+    with pytest.raises(InputError, match="give what the model's processor returns"):
+        llm.generate([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], max_new_tokens=4)

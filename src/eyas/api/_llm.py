@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.adaptive import auto
+from eyas.api._media import has_media, processed
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
@@ -161,8 +162,8 @@ class LLM:
 
         Args:
             prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
-                tokenizer returns), or a list of those (a tensor [B, T]). With images: what the target's
-                processor returns for one prompt (docs/targets.md).
+                tokenizer returns), or a list of those (a tensor [B, T]). With images: messages with image
+                parts, or what the target's processor returns for one prompt (docs/targets.md).
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
@@ -304,9 +305,8 @@ class LLM:
         Parameters as in `generate`.
         """
         asked = generate_keywords(keywords)
-        prompts, _ = as_prompts(prompt)
+        prompt = self._with_media(prompt, system)
         ids = self.ids(prompt, system, asked["raw"])
-        media = prompts[0].media if isinstance(prompts[0], MediaIds) else None
         eos = (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"])
         reader = TextReader(self.tokenizer, asked["stop"])
         request = Request(
@@ -323,9 +323,19 @@ class LLM:
             draft=asked["draft"],
             adapter=self.adapter_named(asked["adapter"]),
             prediction=self._prediction(asked["prediction"]),
-            media=media,
+            media=prompt.media if isinstance(prompt, MediaIds) else None,
         )
         return request, reader
+
+    def _with_media(self, prompt: Any, system: str | None) -> Any:
+        """A prompt that holds more than text as `MediaIds`; any other as it is."""
+        if has_media(prompt):
+            head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+            return processed([*head, *prompt], self.target.name)
+        if isinstance(prompt, Mapping):
+            prompts, _ = as_prompts(prompt)
+            return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt
+        return prompt
 
     def _constraint(self, asked: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""

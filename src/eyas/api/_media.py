@@ -53,7 +53,7 @@ def _processor(source: str) -> Any:
     if not source:
         raise InputError(f"messages with images need the processor that comes with the target, and this target has no folder: {hint}")
     try:
-        processor: Any = AutoProcessor.from_pretrained(source)
+        processor: Any = AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{source} has no processor that can be loaded here ({_line(error)}): {hint}") from error
     if not hasattr(processor, "apply_chat_template") or not hasattr(processor, "tokenizer"):

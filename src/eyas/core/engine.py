@@ -101,7 +101,7 @@ class Decoder:
         if request.adapter not in (None, self.model.adapter):
             raise OptionError(f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}")
         if request.media:
-            check_media(self.model, request.media, request.prompt)
+            check_media(self.model.model, self.model.family.has_states, request.media, request.prompt)
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)

@@ -5,23 +5,21 @@ each other (in Gemma 3 all of them), and how positions count (in Qwen's models i
 a row's cache (`TargetSession.prefill`). What follows is text, and is decoded as behind any prompt; but where positions count otherwise, the
 text's go on from another number than the prompt's length: `position_shift`.
 
-This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F feature width.
+This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F feature width, K heads, h their width.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from eyas.errors import InputError, ModelError
-
-if TYPE_CHECKING:
-    from eyas.core.target import Target
 
 __all__ = ["MediaPrompt", "check_media", "counts_otherwise", "read_media"]
 
@@ -31,7 +29,7 @@ class MediaPrompt(NamedTuple):
 
     logits_TV: Tensor  # of all tokens, or of the last one
     features_TF: Tensor
-    cache: DynamicCache  # keys and values of one row
+    keys_values: dict[int, tuple[Tensor, Tensor]]  # [1, K, T, h] of each layer that stores any
     position_shift: int  # the position of the token behind the prompt, less the prompt's number of tokens
 
 
@@ -45,16 +43,16 @@ def _counting(model: nn.Module) -> Any:
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 
 
-def check_media(target: Target, media: Mapping[str, Tensor], tokens: Sequence[int]) -> None:
+def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, Tensor], tokens: Sequence[int]) -> None:
     """
     Raises:
         InputError: an input that the model's forward does not take.
         ModelError: a model with recurrent state, whose states are not read this way.
     """
-    known = inspect.signature(target.model.forward).parameters
+    known = inspect.signature(model.forward).parameters
     if unknown := [name for name in media if name not in known]:
-        raise InputError(f"{type(target.model).__name__} takes no {unknown[0]}: the prompt was made by the processor of another model")
-    if target.family.has_states:
+        raise InputError(f"{type(model).__name__} takes no {unknown[0]}: the prompt was made by the processor of another model")
+    if has_states:
         raise ModelError(f"{', '.join(media)}: eyas reads images only into models without recurrent state; give text alone")
     for name, value in media.items():
         if "token_type_ids" in name and value.shape[-1] != len(tokens):
@@ -62,27 +60,39 @@ def check_media(target: Target, media: Mapping[str, Tensor], tokens: Sequence[in
 
 
 def read_media(
-    target: Target, tokens: Sequence[int], media: Mapping[str, Tensor], feature_layers: tuple[int, ...], all_logits: bool
+    model: PreTrainedModel,
+    tokens_1T: Tensor,
+    media: Mapping[str, Tensor],
+    tap: AbstractContextManager[Callable[[], Tensor]],
+    all_logits: bool,
 ) -> MediaPrompt:
     """Read a whole prompt by the model's own forward.
+
+    Args:
+        media: see `core.requests.Request.media`.
+        tap: yields the function that returns the features [1, T, F] of the last forward.
 
     Raises:
         InputError: the model refuses it, for example because images and their tokens do not match.
     """
-    dtype, device = target.dtype, target.device
-    inputs = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in media.items()}
-    extra: dict[str, Any] = {} if all_logits or not target._keeps_logits else {"logits_to_keep": 1}
-    cache = DynamicCache()
-    ids_1T = torch.tensor([list(tokens)], device=device)
-    counting = _counting(target.model)
+    inputs = {name: value.to(tokens_1T.device, model.dtype if value.is_floating_point() else None) for name, value in media.items()}
+    if not all_logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
+    cache, counting = DynamicCache(), _counting(model)
     if counting is not None:
         counting.rope_deltas = None  # of an earlier prompt
-    with target.tap(feature_layers) as features:
+    with tap as features:
         try:
-            output = target.model(input_ids=ids_1T, past_key_values=cache, use_cache=True, **inputs, **extra)
+            logits_1TV = model(input_ids=tokens_1T, past_key_values=cache, use_cache=True, **inputs).logits
         except (ValueError, IndexError, RuntimeError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{type(target.model).__name__} cannot read this prompt with {', '.join(media)}: {reason}") from error
-        features_1TF = features() if feature_layers else output.logits[..., :0]
+            raise InputError(f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}") from error
+        features_1TF = features()
+    stored = {number: (getattr(layer, "keys", None), getattr(layer, "values", None)) for number, layer in enumerate(cache.layers)}
     shift = getattr(counting, "rope_deltas", None)
-    return MediaPrompt(output.logits[0], features_1TF[0], cache, 0 if shift is None else int(shift.flatten()[0]))
+    return MediaPrompt(
+        logits_1TV[0],
+        features_1TF[0],
+        {number: (keys, values) for number, (keys, values) in stored.items() if keys is not None and values is not None},
+        0 if shift is None else int(shift.flatten()[0]),
+    )

@@ -278,7 +278,7 @@ class Target:
                     f"the layers of a {self.family.model_type} pass on several streams of hidden states, not one, so its inner features "
                     "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
-            return torch.cat([caught[k] for k in feature_layers], dim=-1)
+            return torch.cat([caught[k] for k in feature_layers], dim=-1) if feature_layers else torch.empty(1, 0, 0)
 
         try:
             yield features
@@ -423,18 +423,19 @@ class TargetSession:
     ) -> Tensor:  # fmt: skip
         """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
         assert self.lengths[row] == 0, "a prompt with media is read whole"
-        read = read_media(self.target, tokens, media, self.feature_layers, on_logits is not None)
-        T = len(tokens)
-        self.cache.at(range(row, row + 1), lambda: torch.arange(T, device=self.target.device)[None], T)
-        for number, layer in enumerate(read.cache.layers):
+        target, T = self.target, len(tokens)
+        tokens_1T = torch.tensor([list(tokens)], device=target.device)
+        read = read_media(target.model, tokens_1T, media, target.tap(self.feature_layers), on_logits is not None)
+        self.cache.at(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
+        for number, (keys, values) in read.keys_values.items():
             if self.cache.stores_of(number):
-                self.cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type]
+                self.cache.update(keys, values, number)
         self.length_B[row] = T
         self.lengths[row] = T
         if self.shift_B is not None:
             self.shift_B[row] = read.position_shift
         if on_chunk is not None:
-            on_chunk(torch.tensor(list(tokens), device=self.target.device), read.features_TF, 0)
+            on_chunk(tokens_1T[0], read.features_TF, 0)
         if on_logits is not None:
             on_logits(read.logits_TV, 0)
         return read.logits_TV[-1]

@@ -19,7 +19,7 @@ from eyas.arguments import as_prompts
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import InputError, ModelError
+from eyas.errors import InputError, ModelError, OptionError
 from media_models import IMAGE, MODELS, make_model, prompt_with_image
 from reference import run
 from test_lossless import DRAWN, Oracle, make
@@ -221,3 +221,20 @@ def test_targets_without_a_processor() -> None:
     llm = eyas.load(make_model("llava"), "suffix", tokenizer=False)
     with pytest.raises(InputError, match="give what the model's processor returns"):
         llm.generate([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_attached(kind: str, sampled: bool) -> None:
+    """Guards transformers' own call with a processor's output. Sampled: eyas draws its own noise, so drafting is compared with none."""
+    model, prompt = make_model(kind), prompt_with_image(kind, 0)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": sampled}
+    texts = []
+    for method in ("vanilla", "suffix"):
+        torch.manual_seed(5)
+        texts.append(model.generate(**prompt, custom_generate=eyas.hf(method), **settings)[0].tolist())
+    with torch.no_grad():
+        expected = texts[0] if sampled else model.generate(**prompt, **settings)[0].tolist()
+    assert texts == [expected, expected]
+    rows = {name: torch.cat([value, value]) for name, value in prompt.items()}
+    with pytest.raises((OptionError, InputError), match="prompts with images are read one by one"):
+        model.generate(**rows, custom_generate=eyas.hf("suffix"), **settings)

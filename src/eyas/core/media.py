@@ -43,7 +43,7 @@ def _counting(model: nn.Module) -> Any:
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 
 
-def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, Tensor], tokens: Sequence[int]) -> None:
+def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, Any], tokens: Sequence[int]) -> None:
     """
     Raises:
         InputError: an input that the model's forward does not take.
@@ -59,10 +59,15 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, Te
             raise InputError(f"{name} describes {value.shape[-1]} tokens, and the prompt has {len(tokens)}")
 
 
+def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A tensor on the model's device, and floats in its dtype. Other objects, such as the outputs of an encoder, as they are."""
+    return value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
+
+
 def read_media(
     model: PreTrainedModel,
     tokens_1T: Tensor,
-    media: Mapping[str, Tensor],
+    media: Mapping[str, Any],
     tap: AbstractContextManager[Callable[[], Tensor]],
     all_logits: bool,
 ) -> MediaPrompt:
@@ -75,7 +80,7 @@ def read_media(
     Raises:
         InputError: the model refuses it, for example because images and their tokens do not match.
     """
-    inputs = {name: value.to(tokens_1T.device, model.dtype if value.is_floating_point() else None) for name, value in media.items()}
+    inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
     if not all_logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _counting(model)
@@ -89,7 +94,10 @@ def read_media(
             raise InputError(f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}") from error
         features_1TF = features()
     stored = {number: (getattr(layer, "keys", None), getattr(layer, "values", None)) for number, layer in enumerate(cache.layers)}
-    shift = getattr(counting, "rope_deltas", None)
+    if (positions := inputs.get("position_ids")) is not None:
+        shift = positions[-3:].max() + 1 - tokens_1T.shape[1]  # before the last three: positions of text, counted one by one
+    else:
+        shift = getattr(counting, "rope_deltas", None)
     return MediaPrompt(
         logits_1TV[0],
         features_1TF[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class Request:
     draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
 
-    media: Mapping[str, Tensor] | None = field(default=None, compare=False)  # further inputs of the model's forward for the prompt, one row
+    media: Mapping[str, Any] | None = field(default=None, compare=False)  # further inputs of the model's forward for the prompt, one row
     # of each, such as pixel_values: the prompt's images. It is then read in one forward, and shares no keys with other prompts
     adapter: str | None = None  # the adapter that answers, "" for none: a Decoder refuses requests for another than its target's. None: any
 

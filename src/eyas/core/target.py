@@ -383,7 +383,7 @@ class TargetSession:
     @torch.inference_mode()
     def prefill(
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None,
-        media: Mapping[str, Tensor] | None = None,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
 
@@ -419,7 +419,7 @@ class TargetSession:
 
     def _prefill_with_media(
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
-        media: Mapping[str, Tensor],
+        media: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
         """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
         assert self.lengths[row] == 0, "a prompt with media is read whole"

@@ -25,7 +25,7 @@ from eyas.hooks.inputs import Batch
 from eyas.hooks.laws import Law
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.models import Settings, llm_for, lock_of
-from eyas.hooks.refusals import check_call
+from eyas.hooks.refusals import check_call, media_of
 
 __all__ = ["CustomGenerate", "hf"]
 
@@ -97,7 +97,7 @@ class CustomGenerate:
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
-        batch = Batch.of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        batch = Batch.of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs))
         with lock_of(model):
             llm = llm_for(model, self.settings)
             law = Law.of(batch, generation_config, logits_processor, criteria)

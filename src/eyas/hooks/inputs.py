@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class Batch:
     ids_BT: Tensor  # int64, with the padding
     padding: tuple[int, ...]  # tokens on the left of each row that are no part of its prompt
     prompts: tuple[tuple[int, ...], ...]  # without padding
+    media: Mapping[str, Any] | None = None  # see `Request.media`; of the only row
 
     @property
     def width(self) -> int:
@@ -25,11 +28,12 @@ class Batch:
         return int(self.ids_BT.shape[1])
 
     @classmethod
-    def of(cls, ids_BT: Tensor, mask_BT: Tensor | None, positions: Tensor | None = None) -> Batch:
+    def of(cls, ids_BT: Tensor, mask_BT: Tensor | None, positions: Tensor | None = None, media: Mapping[str, Any] | None = None) -> Batch:
         """
         Args:
             mask_BT: 0 for padding; None: there is none.
-            positions: position_ids [B or 1, T], checked to be those of the mask.
+            positions: position_ids [B or 1, T], checked to be those of the mask; beside media they are the model's own affair.
+            media: inputs of the model's forward that describe images.
 
         Raises:
             InputError: a mask that hides more than padding on the left, or other positions.
@@ -44,10 +48,12 @@ class Batch:
                 raise InputError("attention_mask hides tokens on the right or inside of a prompt: pad on the left (padding_side='left')")
         if any(hidden == width for hidden in padding):
             raise InputError("a prompt is empty: give at least one token that the attention mask shows")
-        if positions is not None:
+        if media and (rows > 1 or padding[0]):
+            raise InputError(f"{min(media)}: prompts with images are read one by one, without padding")
+        if positions is not None and not media:
             _check_positions(positions, padding, rows, width)
         prompts = tuple(tuple(row[hidden:]) for row, hidden in zip(ids_BT.tolist(), padding, strict=True))
-        return cls(ids_BT, tuple(padding), prompts)
+        return cls(ids_BT, tuple(padding), prompts, media or None)
 
 
 def _check_positions(positions: Tensor, padding: list[int], rows: int, width: int) -> None:

@@ -87,6 +87,7 @@ class Law:
             processors=tuple(self._for_row(processor, row) for processor in self.processors),
             min_tokens=self.min_tokens,
             logits=logits,
+            media=self.batch.media,
         )
 
     def _for_row(self, processor: Any, row: int) -> Processor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from eyas.errors import ModelError, OptionError
 
-__all__ = ["check_call", "refused"]
+__all__ = ["check_call", "media_of", "refused"]
 
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
@@ -33,6 +34,10 @@ PREPARED = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "position_ids",
      "use_cache"}
 )  # fmt: skip
+
+
+ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
+TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # of text alone they say nothing
 
 
 def refused(name: str, why: str) -> OptionError:
@@ -61,10 +66,29 @@ def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: M
         raise refused(f"cache_implementation={config.cache_implementation!r}", "it keeps exact keys and values on the model's device")
     if given.get("synced_gpus"):
         raise refused("synced_gpus", "the model must lie whole on one device")
-    for name, value in model_kwargs.items():
-        if name not in PREPARED and value is not None:
-            raise refused(name, "it reads token ids and an attention mask only")
+    _check_inputs(model_kwargs)
     _check_cache(model_kwargs.get("past_key_values"), given)
+
+
+def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The inputs of the model's forward that describe a prompt's images; empty for text."""
+    given = {name: value for name, value in model_kwargs.items() if name not in PREPARED and value is not None}
+    if not given.keys() - TOKEN_TYPES:
+        return {}
+    positions = model_kwargs.get("position_ids")
+    return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given  # 3: counted by images
+
+
+def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
+    """OptionError for inputs that eyas does not read."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise refused("inputs_embeds", "it reads token ids")
+    media = media_of(model_kwargs)
+    if wrong := [name for name, value in media.items() if not isinstance(value, Tensor) and name != ENCODED]:
+        raise refused(wrong[0], "it reads token ids, an attention mask, and tensors of images")
+    mask = model_kwargs.get("attention_mask")
+    if media and mask is not None and len(mask) > 1:
+        raise refused(min(media.keys() - TOKEN_TYPES), "prompts with images are read one by one, and this batch has several rows")
 
 
 def _check_mode(config: GenerationConfig, assistant: Any) -> None:

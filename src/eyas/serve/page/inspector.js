@@ -116,9 +116,10 @@ export class Inspector {
 
   #go(at) {
     if (!(at in this.#answer.cycles)) return;
+    const focused = document.activeElement;
     this.show(this.#answer, at);
     this.#answer.reveal(at);
-    if (document.activeElement.disabled) this.rhythm.slider.focus(); // the button at an end
+    if (focused.disabled) this.rhythm.slider.focus(); // the button at an end, which some browsers take the focus from at once
   }
 
   #key(event) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-__all__ = ["IMAGE", "MODELS", "make_model", "prompt_with_image"]
+from toy_tokenizer import byte_tokenizer
+
+__all__ = ["IMAGE", "MODELS", "make_model", "prompt_with_image", "with_processor"]
 
 VOCAB, IMAGE, BEGIN, END, VIDEO = 270, 262, 263, 264, 265  # the first 262 are those of toy_tokenizer.py
 TEXT: dict[str, Any] = {
@@ -105,3 +110,22 @@ def prompt_with_image(name: str, seed: int, before: int = 6, after: int = 9, ima
     if name == "gemma3":
         prompt["token_type_ids"] = (ids_1T == IMAGE).int()
     return prompt
+
+
+MESSAGES_TEMPLATE = (
+    "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def with_processor(folder: Path) -> Path:
+    """A folder with a Llava model and its processor."""
+    make_model("llava").save_pretrained(folder)
+    tokenizer = byte_tokenizer(MESSAGES_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
+    size = {"height": 8, "width": 8}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(folder)
+    return folder

@@ -22,7 +22,7 @@ from __future__ import annotations
 import codecs
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +31,7 @@ from eyas.errors import InputError, ModelError, near
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ROLES", "Detokeniser", "StopPiece", "StopStrings", "encode", "render", "token_bytes"]
+__all__ = ["ROLES", "TEXT_PARTS", "Detokeniser", "StopPiece", "StopStrings", "check_messages", "encode", "render", "token_bytes"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
@@ -93,7 +93,7 @@ def render(
             refuses the chat (a role that it does not know, turns that do not alternate); the
             message then holds the template's own reason.
     """
-    chat = _checked_messages(messages)
+    chat = check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -117,8 +117,15 @@ def render(
     return ids
 
 
-def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as new dicts whose content is a string."""
+def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The messages as new dicts whose content is a string.
+
+    Args:
+        media: types of content parts that are allowed beside text; the strings leave them out.
+
+    Raises:
+        InputError: a message is malformed.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise InputError(f'messages must be a list of {{"role": ..., "content": ...}}, this is {_kind(messages)}')
     if not messages:
@@ -130,7 +137,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         for key in ("role", "content"):
             if key not in message:
                 raise InputError(f'message {number} has no "{key}": every message needs "role" and "content"')
-        content = _content_text(message["content"], number)
+        content = _content_text(message["content"], number, media)
         for key, value in (("role", message["role"]), ("content", content)):
             if not isinstance(value, str):
                 raise InputError(f'the "{key}" of message {number} must be a string, it is {_kind(value)}')
@@ -141,24 +148,27 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return checked
 
 
-def _content_text(content: Any, number: int) -> Any:
-    """The text of OpenAI's content parts; anything else as it is. Parts that hold no text are
-    refused.
+def _content_text(content: Any, number: int, media: Collection[str]) -> Any:
+    """The text of OpenAI's content parts; anything else as it is. Parts that hold neither text nor
+    allowed media are refused.
     """
     if not isinstance(content, list | tuple):
         return content
     if not content:
         raise InputError(f"the content of message {number} is empty")
+    texts = []
     for place, part in enumerate(content, start=1):
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in media:
+            continue
         if kind not in TEXT_PARTS:
             named = f"of type {kind!r}" if kind else f"{_kind(part)} without a type"
-            raise InputError(
-                f'part {place} of message {number} is {named}: only parts of text are read here, {{"type": "text", "text": ...}}'
-            )
+            allowed = "parts of text and images are" if media else "parts of text are"
+            raise InputError(f'part {place} of message {number} is {named}: only {allowed} read here, {{"type": "text", "text": ...}}')
         if not isinstance(part.get("text"), str):
             raise InputError(f'part {place} of message {number} has no "text" that is a string')
-    return "\n".join(part["text"] for part in content)
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def _check_unicode(text: str, name: str) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, LlavaProcessor
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers import AutoProcessor
 
 import eyas
 import zoo
@@ -20,10 +19,9 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from media_models import IMAGE, MODELS, make_model, prompt_with_image
+from media_models import MODELS, make_model, prompt_with_image, with_processor
 from reference import run
 from test_lossless import DRAWN, Oracle, make
-from toy_tokenizer import byte_tokenizer
 
 NEW = 14
 SEEDED = Sampling(0.8, top_k=20, seed=4)
@@ -156,6 +154,24 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     assert ids_of(llm, prompt_with_image("llava", 0)), "the next prompt is answered"
 
 
+def test_a_prompt_that_the_model_refuses_fails_alone() -> None:
+    """Guards the other requests, those that wait and those in flight, and the row of the refused one."""
+    target, (good, bad) = Target(make_model("llava")), (prompt_with_image("llava", seed) for seed in range(2))
+    requests = [asked(good), asked({**bad, "pixel_values": torch.zeros(2, 3, 8, 8)}), asked(text_alone(0)), asked(good)]
+    decoder = Decoder(target, make("suffix", target), 2, reuse=True)
+    tickets = [decoder.add(request) for request in requests]
+    steps = []
+    while not decoder.finished:
+        steps += decoder.step()
+    failed = [step for step in steps if step.error is not None]
+    assert [step.request for step in failed] == tickets[1:2]
+    assert "cannot read this prompt with pixel_values" in str(failed[0].error)
+    for ticket, request in zip(tickets, requests, strict=True):
+        if ticket != tickets[1]:
+            expected = run(Decoder(target, make("vanilla", target)), [request])[0][0]
+            assert [token for step in steps if step.request == ticket for token in step.tokens] == expected
+
+
 def test_models_of_text_alone() -> None:
     llm = eyas.load(zoo.tiny("llama"), method="vanilla", tokenizer=False)
     prompt = {**text_alone(0), "pixel_values": torch.zeros(1, 3, 8, 8)}
@@ -164,25 +180,6 @@ def test_models_of_text_alone() -> None:
     hybrid = Target(zoo.tiny("jamba"))
     with pytest.raises((InputError, ModelError), match=r"takes no pixel_values|without recurrent state"):
         Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt))
-
-
-MESSAGES_TEMPLATE = (
-    "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def with_processor(folder: Path) -> Path:
-    """A folder with a Llava model and its processor."""
-    make_model("llava").save_pretrained(folder)
-    tokenizer = byte_tokenizer(MESSAGES_TEMPLATE)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<image>"]})
-    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
-    size = {"height": 8, "width": 8}
-    images = CLIPImageProcessorPil(size=size, crop_size=size)
-    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(folder)
-    return folder
 
 
 def test_messages_with_images(tmp_path: Path) -> None:

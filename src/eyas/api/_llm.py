@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.adaptive import auto
-from eyas.api._media import has_media, processed
+from eyas.api._media import has_media, media_prompt
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
@@ -31,6 +31,7 @@ from eyas.core.constraints import Constraint
 from eyas.core.dormant import Policy, adapted
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step, keeps_well
+from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
@@ -327,11 +328,17 @@ class LLM:
         )
         return request, reader
 
+    def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
+        """The prompt that the target's processor makes of messages with images. Keywords as in `text.render`."""
+        if not reads_media(self.target.model):
+            raise InputError(f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages")
+        return media_prompt(messages, self.target.name, **template)
+
     def _with_media(self, prompt: Any, system: str | None) -> Any:
         """A prompt that holds more than text as `MediaIds`; any other as it is."""
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
-            return processed([*head, *prompt], self.target.name)
+            return self.media_prompt([*head, *prompt])
         if isinstance(prompt, Mapping):
             prompts, _ = as_prompts(prompt)
             return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -10,8 +11,9 @@ from transformers import AutoProcessor
 
 from eyas.arguments import MediaIds, Messages, as_prompts
 from eyas.errors import InputError
+from eyas.text import TEXT_PARTS, check_messages
 
-__all__ = ["has_media", "processed"]
+__all__ = ["has_media", "media_prompt"]
 
 MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the processors of transformers read them
 
@@ -25,19 +27,42 @@ def has_media(prompt: Any) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS for part in parts)
 
 
-def processed(messages: Messages, source: str) -> MediaIds:
-    """The prompt that the processor makes of the messages, by its chat template.
+def media_prompt(
+    messages: Messages,
+    source: str,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> MediaIds:
+    """The prompt that the target's processor makes of messages, by its chat template.
 
     Args:
         source: the target's folder or hub id.
+        add_generation_prompt, continue_final_message, tools: see `text.render`.
+        variables: of the template; booleans only, such as enable_thinking. What the template does not know goes to the processor, which
+            would read files that other values name.
 
     Raises:
-        InputError: there is no processor, a package that it needs is missing, or it refuses the messages.
+        InputError: a message is malformed, there is no processor, a package that it needs is missing, or it refuses the messages.
     """
+    check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
+    own = inspect.signature(processor.apply_chat_template).parameters
+    for name, value in (variables or {}).items():
+        if name in own or not isinstance(value, bool):
+            raise InputError(f"{name}: with images, variables of a chat template are true or false, and none of the processor's own")
     try:
         inputs: Any = processor.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            [_in_parts(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **(variables or {}),
         )
     except Exception as error:  # images that cannot be read, and templates, which are programs
         raise InputError(f"the processor of {source} refuses these messages: {_line(error)}") from error
@@ -45,6 +70,13 @@ def processed(messages: Messages, source: str) -> MediaIds:
     if not isinstance(prompt, MediaIds):
         raise InputError(f"the processor of {source} leaves the images of these messages out: it reads text alone")
     return prompt
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts, which the templates of processors expect."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [{**part, "type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]}
 
 
 @cache

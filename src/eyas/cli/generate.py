@@ -30,7 +30,7 @@ from eyas.cli._view import CycleView
 from eyas.errors import EyasError, InputError
 
 if TYPE_CHECKING:
-    from eyas.api import LLM
+    from eyas.api import LLM, Prompt
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -39,6 +39,7 @@ eyas generate --target MODEL --draft HEAD --temperature 0.7 -  # the prompt from
 eyas generate --input prompts.jsonl --output results.jsonl  # many; run it again to continue after an interrupt
 eyas generate --json-schema person.json "Who are you?"  # JSON of this schema, and nothing else
 eyas generate --target MODEL --prompt-ids 1,15043 --json  # no tokenizer needed
+eyas generate --target MODEL --image cat.png "What is this?"  # a model that reads images
 eyas generate "Tell me a story." --view story.html  # every cycle's tree, in a browser
 """
 NOTES = (
@@ -63,6 +64,8 @@ class InputOptions:
 
     prompt_ids: Annotated[str | None, "Prompt", "1,2,3"] = None
     """Token ids instead of text."""
+    image: Annotated[tuple[str, ...], "Prompt", "FILE"] = ()
+    """An image before the prompt, for a model that reads images; may be given several times."""
     system: Annotated[str | None, "Prompt", "TEXT"] = None
     """A system message."""
     raw: Annotated[bool, "Prompt"] = False
@@ -117,11 +120,12 @@ def command(
         keywords["adapter"] = inputs.use_adapter
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
+        asked = _with_images(text, inputs.image)
         if inputs.n > 1:
-            _answer_several(load(model, draft, options), text, keywords, inputs)
+            _answer_several(load(model, draft, options), asked, keywords, inputs)
             return 0
         view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
-        _answer_one(load(model, draft, options), text, keywords, inputs.as_json, model, draft, view)
+        _answer_one(load(model, draft, options), asked, keywords, inputs.as_json, model, draft, view)
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
@@ -153,6 +157,8 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
     if inputs.system and (inputs.raw or inputs.prompt_ids):
         bypass = "--raw" if inputs.raw else "--prompt-ids"
         raise UsageError(f"--system needs the chat template, which {bypass} bypasses")
+    if inputs.image and (inputs.raw or prompt is None):
+        raise UsageError("--image goes with a prompt of text, by the chat template; lines of --input hold images in their messages")
     if inputs.output and inputs.output == inputs.input:
         raise UsageError("--output would write into the file that --input reads: give it another name")
 
@@ -182,9 +188,23 @@ def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
         raise InputError(f"--prompt-ids must be whole numbers separated by commas, like 1,2,3; got {prompt_ids!r}") from None
 
 
+def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
+    """The prompt as `LLM.generate` takes it: with images, a message that holds them.
+
+    Raises:
+        InputError: an image that is not there.
+    """
+    if not images:
+        return prompt
+    if missing := next((path for path in images if not Path(path).expanduser().is_file()), None):
+        raise InputError(f"--image {missing}: there is no such file")
+    parts = [{"type": "image", "path": str(Path(path).expanduser())} for path in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+
+
 def _answer_one(
     llm: LLM,
-    prompt: str | Sequence[int],
+    prompt: Any,
     keywords: dict[str, Any],
     as_json: bool,
     model: TargetOptions,
@@ -214,7 +234,7 @@ def _answer_one(
         note(summary(llm, result))
 
 
-def _answer_several(llm: LLM, prompt: str | Sequence[int], keywords: dict[str, Any], inputs: InputOptions) -> None:
+def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: InputOptions) -> None:
     """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
     results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
     if inputs.as_json:
@@ -290,7 +310,7 @@ class _FileRun:
     def _generate(self, tasks: Sequence[Task]) -> None:
         valid = list(self._valid(tasks))
         keywords = {name: value for name, value in self.keywords.items() if name not in ("system", "raw")}
-        prompts = [token_ids for _, token_ids in valid]
+        prompts = [prompt for _, prompt in valid]
         with progress_bar("generating", len(valid)) as bar:
             for i, result in self.llm.generate_each(prompts, batch_size=self.inputs.batch_size, **keywords):
                 task = valid[i][0]
@@ -302,8 +322,9 @@ class _FileRun:
                 self.cycles += result.stats.cycles
                 bar.show(self.written, f"tau {self.tau:.2f}")
 
-    def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, tuple[int, ...]]]:
-        """The tasks that can be answered, with their token ids; a line that cannot is reported."""
+    def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
+        """The tasks that can be answered, with their prompts as token ids; a line that cannot is reported."""
+        from eyas.arguments import MediaIds
         from eyas.core.engine import Decoder
 
         target, drafter, _ = self.llm.view(self.llm.adapter_named(self.keywords.get("adapter")))
@@ -312,6 +333,6 @@ class _FileRun:
             try:
                 request, _ = self.llm.request(task.prompt, **self.keywords)
                 probe.cancel(probe.add(request))  # adding is what refuses
-                yield task, request.prompt
+                yield task, MediaIds(request.prompt, request.media) if request.media else request.prompt
             except EyasError as error:
                 self._reject(task.line, str(error))

@@ -54,6 +54,8 @@ class ServeOptions:
     """Tokens of a prompt and its answer. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
     """Tokens of one answer."""
+    max_body: Annotated[PositiveFloat, "Limits", "MIB"] = 16.0
+    """The largest body of a request; images are in it."""
     timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
     """A request is given up after this time."""
     drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
@@ -96,4 +98,5 @@ def settings_of(options: ServeOptions, llm: LLM) -> Settings:
         max_model_len=context,
         max_tokens=min(options.max_tokens, context),
         timeout=options.timeout,
+        max_body_bytes=int(options.max_body * 2**20),
     )

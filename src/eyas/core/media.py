@@ -21,7 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eyas.errors import InputError, ModelError
 
-__all__ = ["MediaPrompt", "check_media", "counts_otherwise", "read_media"]
+__all__ = ["MediaPrompt", "check_media", "counts_otherwise", "read_media", "reads_media"]
+
+# Inputs of transformers' models that are no text.
+MEDIA_INPUTS = frozenset({"pixel_values", "pixel_values_videos", "input_features", "input_values"})
 
 
 class MediaPrompt(NamedTuple):
@@ -31,6 +34,11 @@ class MediaPrompt(NamedTuple):
     features_TF: Tensor
     keys_values: dict[int, tuple[Tensor, Tensor]]  # [1, K, T, h] of each layer that stores any
     position_shift: int  # the position of the token behind the prompt, less the prompt's number of tokens
+
+
+def reads_media(model: nn.Module) -> bool:
+    """Whether the model's forward takes images, sounds or videos."""
+    return not MEDIA_INPUTS.isdisjoint(inspect.signature(model.forward).parameters)
 
 
 def counts_otherwise(model: nn.Module) -> bool:

@@ -159,20 +159,23 @@ class PromptReader:
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
 
-        Yields each one that is complete, with the logits [V] of its last token; and each one that does not fit the memory, without a row,
-        with the error. The caller may release its row before it asks for the next one.
+        Yields each one that is complete, with the logits [V] of its last token; and each one that does not fit the memory, or that the
+        model refuses, with the error: its row is empty again. The caller may release a row before it asks for the next prompt.
         """
         self._steps += 1
         left = self.tokens_per_step
         while (left is None or left > 0) and (prompt := self._next()) is not None:
-            if prompt.row < 0:
-                try:
+            try:
+                if prompt.row < 0:
                     self._start(prompt)
-                except EyasError as error:
-                    yield prompt, error
-                    continue
-            count = prompt.left if left is None or prompt.request.media else min(left, prompt.left)
-            logits_V = self._read(prompt, count)
+                count = prompt.left if left is None or prompt.request.media else min(left, prompt.left)
+                logits_V = self._read(prompt, count)
+            except EyasError as error:
+                if prompt.row >= 0:
+                    del self.reading[prompt.row]
+                    self.release(prompt.row, failed=True)
+                yield prompt, error
+                continue
             left = None if left is None else left - count
             if not prompt.left:
                 del self.reading[prompt.row]

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from eyas.arguments import MediaIds
 from eyas.core.requests import TokenLogprobs
 from eyas.grammar import structure_of
 from eyas.serve.access import request_id
@@ -32,7 +33,8 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     check_count(service.settings, 1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     check_readable(service.llm, tools)
-    ids = await service.in_worker(_prompt, service, body, tools)
+    prompt = await service.in_worker(_prompt, service, body, tools)
+    ids = prompt.ids
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
@@ -42,14 +44,14 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
             raise ApiError(400, "a tool_choice that forces a call excludes other structured output", param="tool_choice")
         keywords["grammar"] = tools.grammar()
     prediction = await service.in_worker(predicted_tokens, service, body.prediction)
-    job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, **body.job_fields())
+    job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, media=prompt.media or None, **body.job_fields())
     reader = partial(reader_for, service.llm, tools, ids, bool(body.stop))
     dialect = ChatCompletion(job, model, request_id(request.scope), service.token_texts, reader, count)
     return await reply(service, request, body, dialect)
 
 
-def _prompt(service: Service, body: ChatBody, tools: Tools) -> tuple[int, ...]:
-    """The conversation as token ids, with the tools that the model may call."""
+def _prompt(service: Service, body: ChatBody, tools: Tools) -> MediaIds:
+    """The conversation with the tools that the model may call."""
     prepared, listed = readable(service.tokenizer, body.messages, tools)
     return service.render(prepared, **body.template(), **listed)
 

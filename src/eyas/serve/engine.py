@@ -296,4 +296,5 @@ def _with_fields(request: Request, job: Job) -> Request:
         trace=job.cycles,
         draft=job.draft,
         prediction=job.prediction,
+        media=job.media,
     )

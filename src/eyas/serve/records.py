@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from eyas.core.requests import TokenLogprobs
 
 __all__ = ["Delta", "Job", "Totals"]
@@ -26,6 +28,7 @@ class Job:
     method: str | None = None  # a drafting method other than the server's own
     draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or at most so many draft tokens in a cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats
+    media: Mapping[str, Tensor] | None = None  # images of the only prompt, as in `Request`
     min_tokens: int = 0  # these and the next two as in `Request`
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -38,14 +38,14 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
     model = service.model_name(body.model)
     if body.n not in (None, 1):
         raise ApiError(400, "a response has one text: leave n out", param="n")
-    ids = await service.in_worker(service.render, body.messages())
+    prompt = await service.in_worker(service.render, body.messages())
     asked = body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens
     keywords = body.keywords(
         response_format=body.response_form(),
-        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
+        max_new_tokens=answer_tokens(service.settings, len(prompt.ids), asked, service.settings.max_tokens),
     )
     keywords |= service.adapter_keywords(model)
-    job = Job((ids,), keywords, **body.job_fields())
+    job = Job((prompt.ids,), keywords, media=prompt.media or None, **body.job_fields())
     answer = await service.submit(job)
     writer = Writer(body, job, model, request_id(request.scope))
     headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}

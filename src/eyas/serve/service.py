@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 from eyas import runners
 from eyas.api import LLM
+from eyas.arguments import MediaIds
 from eyas.core.adapters import BASE
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
+from eyas.serve.images import holds_images, with_images
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.metrics import Metrics
 from eyas.serve.records import Job
@@ -95,9 +97,11 @@ class Service:
             raise ApiError(400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[int, ...]:
-        """A conversation as token ids, by the tokenizer's chat template."""
-        return tuple(render(self.tokenizer, messages, **template))
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
+        """A conversation as token ids, by the chat template of the tokenizer; with images, by that of the model's processor."""
+        if holds_images(messages):
+            return self.llm.media_prompt(with_images(messages), **template)
+        return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})
 
     @property
     def tokenizer(self) -> Any:

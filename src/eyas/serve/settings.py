@@ -37,4 +37,4 @@ class Settings:
     max_sequences: int = 128
     timeout: float = 600.0
     keep_alive: float = 10.0
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = 16 * 2**20

@@ -29,6 +29,6 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 def _tokens(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return list(service.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False))
+        return list(service.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False).ids)
     assert body.prompt is not None
     return list(service.encode(body.prompt, body.add_special_tokens is not False)) if body.prompt else []

@@ -68,9 +68,13 @@ def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
         raise InputError(f"input item {number} is of type {kind!r}: this server reads messages only")
     content = item.get("content")
     if isinstance(content, list):
-        content = [{"type": "text", "text": part.get("text")} if _is_text(part) else part for part in content]
+        content = [_part(part) for part in content]
     return {"role": item.get("role"), "content": content}
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in TEXTS
+def _part(part: Any) -> Any:
+    """A part of an item's content as one of a chat; others are refused where the chat is read."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXTS:
+        return {"type": "text", "text": part.get("text")}
+    return {"type": "image_url", "image_url": part.get("image_url")} if kind == "input_image" else part

@@ -1,0 +1,90 @@
+"""Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
+
+An image comes with the request. The server fetches nothing and reads no file for a client: that would let clients see what only the server
+can reach. This module knows no model: `LLM.media_prompt` makes the prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eyas.serve.errors import ApiError
+
+__all__ = ["holds_images", "with_images"]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_PIXELS = 2**26  # of all images of a request: a small file may hold a huge image
+EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transformers would read from a file or address
+
+
+def holds_images(messages: Sequence[Any]) -> bool:
+    """Whether any message has a part of type image_url."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts)
+
+
+def with_images(messages: Sequence[Any]) -> list[Any]:
+    """The messages with images of Pillow in the place of their data: URLs.
+
+    Raises:
+        ApiError: an image that is no data: URL, cannot be read, or is too large.
+    """
+    pixels = 0
+    converted = []
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            parts = []
+            for place, part in enumerate(message["content"], start=1):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                named = f"part {place} of message {number}"
+                if kind in NAMES_A_SOURCE:
+                    raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
+                if kind == "image_url":
+                    image = _opened(_url_of(part, named), named)
+                    pixels += image.width * image.height
+                    if pixels > MOST_PIXELS:
+                        raise ApiError(400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages")
+                    part = {"type": "image", "image": _read(image, named)}
+                parts.append(part)
+            message = {**message, "content": parts}
+        converted.append(message)
+    return converted
+
+
+def _url_of(part: Mapping[str, Any], named: str) -> str:
+    value = part.get("image_url")
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str):
+        raise ApiError(400, f"{named} has no image: write {EXAMPLE}", param="messages")
+    return url
+
+
+def _opened(url: str, named: str) -> Any:
+    """The image of a data: URL. Only its header is read yet, so its size is known before memory is taken for it."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ApiError(400, "this server cannot read images: the package pillow is not installed", param="messages") from None
+    head, _, data = url.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64"):
+        raise ApiError(400, f"{named}: this server fetches no images, so they come as {EXAMPLE}", param="messages")
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
+    except binascii.Error:
+        raise ApiError(400, f"{named}: its data are no base64", param="messages") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise ApiError(400, f"{named} is no image that can be read: send {', '.join(FORMATS)}", param="messages") from None
+
+
+def _read(image: Any, named: str) -> Any:
+    try:
+        image.load()
+    except (OSError, ValueError, SyntaxError):
+        raise ApiError(400, f"{named}: its image is broken", param="messages") from None
+    return image

@@ -1,0 +1,163 @@
+"""Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched, no file is read."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+
+import eyas
+from eyas.serve import images
+from media_models import with_processor
+from serving import Running, running
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+ASK = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> eyas.LLM:
+    return eyas.load(with_processor(tmp_path_factory.mktemp("model") / "llava"), "suffix")
+
+
+@pytest.fixture(scope="module")
+def server(llm: eyas.LLM) -> Iterator[Running]:
+    with running(llm, rows=3) as one:
+        yield one
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.frombytes("RGB", (20, 12), bytes((seed * 50 + i * (seed + 1)) % 256 for i in range(720)))
+
+
+def data_url(image: Image.Image, form: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def post(server: Running, path: str, body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=120)
+
+
+def chat_of(image: Any) -> list[dict[str, Any]]:
+    """Messages with an image, in the form of `LLM.generate`."""
+    return [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image", "image": image}, ASK]},
+    ]
+
+
+def asked(url: Any) -> list[dict[str, Any]]:
+    """The same in OpenAI's form; the system message is a string, as clients write it."""
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "image_url", "image_url": url}, ASK]}]
+
+
+def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
+    """Guards images against each other, in both forms of a URL, whole and streamed; a text after them; and the counts of tokens."""
+    expected = []
+    for seed in range(3):
+        result = llm.generate(chat_of(picture(seed)), max_new_tokens=12, ignore_eos=True)
+        url: Any = data_url(picture(seed)) if seed else {"url": data_url(picture(seed)), "detail": "low"}
+        made = post(server, "/v1/chat/completions", {"messages": asked(url), **GREEDY}).json()
+        assert made["choices"][0]["message"]["content"] == result.text
+        assert made["usage"]["prompt_tokens"] == len(llm.request(chat_of(picture(seed)))[0].prompt)
+        stream = server.client().chat.completions.create(model=None, messages=asked(url), stream=True, temperature=0, max_tokens=12)  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) in result.text
+        expected.append(result.text)
+    assert len(set(expected)) == 3, "the images make a difference"
+    text = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [ASK]}], **GREEDY}).json()
+    question = [{"role": "user", "content": [ASK]}]
+    assert text["choices"][0]["message"]["content"] == llm.generate(question, max_new_tokens=12, ignore_eos=True).text
+
+
+def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
+    """Guards the image of a request with several samples."""
+    body = {"messages": asked(data_url(picture(1))), "n": 2, "seed": 5, "temperature": 1, "max_tokens": 10, "ignore_eos": True}
+    choices = post(server, "/v1/chat/completions", body).json()["choices"]
+    for sample, choice in enumerate(choices):
+        one = llm.generate(chat_of(picture(1)), temperature=1, seed=5 + sample, max_new_tokens=10, ignore_eos=True)
+        assert choice["message"]["content"] == one.text
+
+
+def test_other_endpoints(server: Running, llm: eyas.LLM) -> None:
+    """Guards /v1/responses and /tokenize."""
+    parts = [{"type": "input_image", "image_url": data_url(picture(2))}, {"type": "input_text", "text": ASK["text"]}]
+    body = {"input": [{"role": "user", "content": parts}], "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 12}
+    made = post(server, "/v1/responses", {**body, "ignore_eos": True}).json()
+    assert made["output"][0]["content"][0]["text"] == llm.generate(chat_of(picture(2)), max_new_tokens=12, ignore_eos=True).text
+    counted = post(server, "/tokenize", {"messages": asked(data_url(picture(2)))}).json()
+    assert tuple(counted["tokens"]) == llm.request(chat_of(picture(2)))[0].prompt
+
+
+BROKEN = base64.b64encode(base64.b64decode(data_url(picture(0)).partition(",")[2])[:60]).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": "https://example.com/cat.png"}, "fetches no images"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "fetches no images"),
+        ({"type": "image_url", "image_url": "data:image/png,abc"}, "fetches no images"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,%%%"}, "no base64"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,aGVsbG8="}, "no image that can be read"),
+        ({"type": "image_url", "image_url": f"data:image/png;base64,{BROKEN}"}, "broken"),
+        ({"type": "image_url", "image_url": {}}, "has no image"),
+        ({"type": "image_url", "image_url": data_url(picture(0), "BMP")}, "send PNG, JPEG, WEBP, GIF"),
+        ({"type": "image", "path": __file__}, "of type 'image'"),
+        ({"type": "video", "url": "https://example.com/cat.mp4"}, "of type 'video'"),
+        ({"type": "input_audio", "input_audio": {}}, "of type 'input_audio'"),
+    ],
+)
+def test_what_is_refused(server: Running, part: dict[str, Any], words: str) -> None:
+    """Each gets one line and the status 400, alone and beside an image."""
+    for parts in ([part, ASK], [part, {"type": "image_url", "image_url": data_url(picture(0))}, ASK]):
+        response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}], **GREEDY})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert words in message or (len(parts) == 2 and "only parts of text are read here" in message)
+        assert "\n" not in message
+        assert "root" not in message
+
+
+def test_variables_cannot_name_files(server: Running) -> None:
+    """Guards the processor, which takes what the chat template does not know: `images` would be paths."""
+    for variables in ({"images": [__file__]}, {"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"size": 10**9}):
+        body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": variables, **GREEDY}
+        response = post(server, "/v1/chat/completions", body)
+        assert response.status_code == 400
+        assert next(iter(variables)) in response.json()["error"]["message"]
+    body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": {"enable_thinking": False}, **GREEDY}
+    assert post(server, "/v1/chat/completions", body).status_code == 200
+
+
+def test_huge_images(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: the pixels of all images count, before they are unpacked."""
+    monkeypatch.setattr(images, "MOST_PIXELS", 2 * 240 - 1)
+    one = {"type": "image_url", "image_url": data_url(picture(0))}
+    assert post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, ASK]}], **GREEDY}).status_code == 200
+    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, one, ASK]}], **GREEDY})
+    assert response.status_code == 400
+    assert "send smaller ones" in response.json()["error"]["message"]
+
+
+def test_a_prompt_that_the_model_refuses(server: Running) -> None:
+    """Guards the other requests from one whose text holds a placeholder without its image."""
+    question = {"type": "text", "text": "Is <image> an image?"}
+    image = {"type": "image_url", "image_url": data_url(picture(0))}
+    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image, question]}], **GREEDY})
+    assert response.status_code == 400
+    assert post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
+
+
+def test_models_that_read_no_images() -> None:
+    """The embedded model refuses them, by name."""
+    with running(eyas.load(method="vanilla"), rows=1) as server:
+        response = post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY})
+    assert response.status_code == 400
+    assert "LlamaForCausalLM reads text alone" in response.json()["error"]["message"]

@@ -98,7 +98,8 @@ def rounded(interval: Interval | None) -> list[float | None] | None:
 
 
 def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
-    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other heads'; the median time of a cycle."""
+    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other heads'; the median time of a
+    cycle and of its draft."""
     plain, out = select(answers, VANILLA, temperature), dict[str, Any]()
 
     def over(ours: list[Answer], baseline: list[Answer]) -> list[float | None] | None:
@@ -111,6 +112,10 @@ def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperatu
             "tokens_per_second": {name: round(tokens[name] / sum(answer.seconds for answer in ours), 1) for name, ours in found.items()},
             "median_cycle_ms": {
                 name: round(1e3 * median(c.seconds for answer in ours for c in answer.cycles), 3) for name, ours in found.items()
+            },
+            "median_draft_ms": {
+                name: round(1e3 * median(c.draft for answer in ours for c in answer.cycles if c.draft is not None), 3)
+                for name, ours in found.items()
             },
             "over_plain": {name: over(ours, plain) for name, ours in found.items()},
             "ratio": {f"{b} / {a}": over(found[b], found[a]) for a, b in combinations(names, 2)},

@@ -562,7 +562,8 @@ def drafters() -> str:
             for name, title in DRAFTERS.items():
                 tau = cell(found[temperature][tree]["tau"][name])
                 costs = [cell(speed[f"median_{part}_ms"][name], 1) for part in ("draft", "cycle")]
-                lines.append([temperature, tree, title, tau, *costs, cell(speed["tokens_per_second"][name], 0), cell(speed["over_plain"][name])])
+                rates = [cell(speed["tokens_per_second"][name], 0), cell(speed["over_plain"][name])]
+                lines.append([temperature, tree, title, tau, *costs, *rates])
     text = prose(f"""
         Heads of the embedded model after {found["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens each, one run each, on held-in
         chats; those whose greedy answers loop are left out of tau. The papers of block drafters train on hundreds of times as many tokens,

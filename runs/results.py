@@ -486,6 +486,7 @@ SERVER_LOADS = (  # records of eyas beside other servers, before its threads end
     ("serve_load_nestling", "nestling, beside others"),
     ("serve_load_full", "embedded, eyas alone"),
     ("serve_load_nestling_own", "nestling with a head of its own, eyas alone"),
+    ("serve_load_nestling_16", "the same, more rounds"),
 )
 
 
@@ -499,9 +500,10 @@ def servers() -> str:
     )
     for name, model in SERVER_LOADS:
         text += load_table(record(name)["closed"], f"{model}, clients", {}) + "\n" + source(name) + "\n"
-    rates = {load: f"{100 * float(load):.0f} %" for load in record("serve_load_open")["open"]}
     text += prose("Requests at random times, at shares of the requests a second that drafts off answer with 16 clients:")
-    text += load_table(record("serve_load_open")["open"], "embedded, load", rates) + "\n" + source("serve_load_open") + "\n"
+    for name, model in (("serve_load_open", "embedded"), ("serve_load_nestling_open", "nestling with a head of its own")):
+        rates = {load: f"{100 * float(load):.0f} %" for load in record(name)["open"]}
+        text += load_table(record(name)["open"], f"{model}, load", rates) + "\n" + source(name) + "\n"
     found = record("serve_load_long")
     text += prose(
         f"4 clients, without and with prompts of {int(found['settings']['prompt_tokens']):,} tokens that come one after the other "

@@ -143,15 +143,15 @@ def test_a_queue_that_overflows(small: Running) -> None:
     assert not [one for one in patient if isinstance(one, Exception)]
 
 
-def test_a_deadline(small: Running) -> None:
+def test_a_deadline(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request gets 408, which the client is told not to repeat; a stream that has begun ends with an error."""
+    monkeypatch.setattr("eyas.serve.engine.LOOK_SECONDS", 0.0)
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 64, "extra_body": {"timeout": 1e-3, "ignore_eos": True}}
     with pytest.raises(openai.APIStatusError) as caught:
-        small.client(max_retries=5).completions.create(
-            model="tiny", prompt=PROMPTS[0], n=4, max_tokens=64, extra_body={"timeout": 1e-3, "ignore_eos": True}
-        )
+        small.client(max_retries=5).completions.create(**asked)
     assert caught.value.status_code == 408
     with pytest.raises(openai.APIError, match="time"):
-        list(small.client().completions.create(model="tiny", prompt="x", stream=True, max_tokens=64, n=4, extra_body={"timeout": 1e-3}))
+        list(small.client().completions.create(**asked, stream=True))
 
 
 def poison(tokens: Tensor, scores: Tensor) -> Tensor:

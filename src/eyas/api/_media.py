@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoProcessor
@@ -49,6 +50,7 @@ def media_prompt(
     """
     check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
+    _check_files(messages)
     own = inspect.signature(processor.apply_chat_template).parameters
     for name, value in (variables or {}).items():
         if name in own or not isinstance(value, bool):
@@ -70,6 +72,15 @@ def media_prompt(
     if not isinstance(prompt, MediaIds):
         raise InputError(f"the processor of {source} leaves the images of these messages out: it reads text alone")
     return prompt
+
+
+def _check_files(messages: Messages) -> None:
+    """InputError for a part whose file is not there: what the processor says about it is long."""
+    for number, message in enumerate(messages, start=1):
+        for part in message["content"] if not isinstance(message["content"], str) else ():
+            path = part.get("path")
+            if part["type"] in MEDIA_PARTS and isinstance(path, str) and not Path(path).is_file():
+                raise InputError(f"message {number}: there is no {part['type']} {path}")
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,10 +68,17 @@ class Workshop:
         return place
 
     def head(self) -> Path:
-        """Its EAGLE-3 head, in the form that all of them read."""
+        """Its EAGLE-3 head, in the form that all but OpenVINO read."""
         place = self.folder / "eagle3"
         if not place.exists():
             export(load(tiny.HEADS["eagle3"]), "sglang", place, ExportTarget(str(self.target())))
+        return place
+
+    def openvino_head(self) -> Path:
+        """The head in the form that optimum-intel converts."""
+        place = self.folder / "eagle3-openvino"
+        if not place.exists():
+            export(load(tiny.HEADS["eagle3"]), "openvino", place, ExportTarget(str(self.target())))
         return place
 
     def gguf(self, model: Path, kind: str) -> Path:
@@ -88,7 +95,7 @@ class Workshop:
         if not (place / "openvino_model.xml").exists():
             shutil.rmtree(place, ignore_errors=True)
             command: list[Any] = [ROOT / ".venv-openvino/bin/optimum-cli", "export", "openvino", "--model", model, "--weight-format", kind]
-            trusted = ["--trust-remote-code"] if model == self.head() else []  # its own class for such heads asks for it
+            trusted = ["--trust-remote-code"] if model == self.openvino_head() else []  # its own class for such heads asks for it
             self._run([*command, "--task", "text-generation-with-past", *trusted, place])
         return place
 
@@ -264,7 +271,7 @@ def _openvino(w: Workshop) -> list[Engine]:
 
     def one(kind: str, what: str, **options: Any) -> Engine:
         def start() -> Any:
-            drafting = {"head": w.openvino(w.head(), kind)} if what == "eagle3" else {}
+            drafting = {"head": w.openvino(w.openvino_head(), kind)} if what == "eagle3" else {}
             log = f"openvino-{kind}-{what}"
             return w.program(python, "with_openvino.py", log, target=w.openvino(w.target(), kind), tokens=DRAFTS, **drafting, **options)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import eyas
@@ -101,6 +102,10 @@ def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Ta
         with pytest.raises(CheckpointError, match="the head has 3 layers, and versions of SGLang differ"):
             through(head, name, tmp_path / "out", named(target))
         return
+    if name == "openvino" and settings != "a smaller vocabulary":
+        with pytest.raises(CheckpointError, match=r"optimum-intel's class does not know|versions of SGLang differ"):
+            through(head, name, tmp_path / "out", named(target))
+        return
     again = through(head, name, tmp_path / "out", named(target))
     kept = (
         "layers",
@@ -115,6 +120,17 @@ def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Ta
     )
     assert {key: again.config[key] for key in kept} == {key: head.config[key] for key in kept}
     torch.testing.assert_close(logits(again, target), logits(head, target), rtol=0, atol=0)
+
+
+def test_a_table_of_tokens_in_every_head_for_openvino(tmp_path: Path, target: Target) -> None:
+    """Bug: optimum-intel's class takes chance numbers for a d2t that the file lacks, and nothing that the head drafts is accepted."""
+    for size, ids in ((0, list(range(target.vocab_size))), (40, None)):
+        head = head_of(target, "eagle3", **({"head.draft_vocab": size} if size else {}))
+        through(head, "openvino", tmp_path / str(size), named(target))
+        tensors = load_file(tmp_path / str(size) / "model.safetensors")
+        found = (torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist()
+        assert found == (ids or head.tensors["draft_ids"].tolist())
+        assert tensors["t2d"].nonzero().flatten().tolist() == found
 
 
 def changed(head: Weights, config: dict[str, Any] | None = None, **tensors: Tensor) -> Weights:

@@ -83,10 +83,16 @@ def requests_of(kind: str) -> list[Request]:
     return [asked(p, s) for p, s in zip(prompts, (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling()), strict=True)]
 
 
+METHODS = [name for name in drafters.names() if name != "mtp"]
+PAIRS = [(name, kind) for i, name in enumerate(METHODS) for j, kind in enumerate(sorted(MODELS)) if name == "eagle3" or i % 3 == j]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in drafters.names() if name != "mtp"])
-def test_every_method(name: str, kind: str, target: Target) -> None:
-    """Guards what a method makes of such prompts. Three rows; prefixes are reused where that is right; prompts in chunks, by turns."""
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_every_method(name: str, model: str) -> None:
+    """Guards what a method makes of such prompts, each of one kind of model, EAGLE-3 of all. Three rows; prefixes are reused where that is
+    right; prompts in chunks, by turns."""
+    kind, target = model, Target(make_model(model))
     requests = [r for r in requests_of(kind) if r.sampling.greedy or name not in DRAWN]
     expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
     budget = 5 if drafters.names().index(name) % 2 else None

@@ -52,11 +52,11 @@ def test_llama_cpp(workshop: Workshop, prompts: list[list[int]], expected: tuple
 
 
 def test_openvino(workshop: Workshop, prompts: list[list[int]], expected: tuple[list[list[int]], float]) -> None:
-    """Guards against an export that the converter takes and the runner computes otherwise. False alarm: near-ties in drafts; 4 %."""
+    """Guards against an export that the converter takes and the runner computes otherwise. False alarm: near-ties in drafts; 6 %."""
     python = python_of(".venv-openvino")
-    models = {"target": workshop.openvino(workshop.target(), "fp32"), "head": workshop.openvino(workshop.head(), "fp32")}
+    models = {"target": workshop.openvino(workshop.target(), "fp32"), "head": workshop.openvino(workshop.openvino_head(), "fp32")}
     with workshop.program(python, "with_openvino.py", "openvino", tokens=DRAFTS, **models) as ask:
         found, length = answers(ask, prompts[:12]), mean_length(ask("counts"))
     print(f"OpenVINO GenAI: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}")
     assert found == expected[0]
-    assert length == pytest.approx(expected[1], rel=0.04)
+    assert length == pytest.approx(expected[1], rel=0.06)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 GROUP = "Heads"
 EXAMPLES = """
 eyas export HEAD --format vllm --output FOLDER  # EAGLE-1, EAGLE-2, EAGLE-3
-eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM, llama.cpp and OpenVINO read it too
+eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM and llama.cpp read it too
 eyas export HEAD --format speculators --target MODEL --output FOLDER  # names its target
 eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
 """
 NOTES = (
-    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators (EAGLE-3), medusa, hydra (as their authors publish them).",
+    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do).",
     "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
 )
 

@@ -497,7 +497,7 @@ MUTATIONS = (
     mutation(
         "the bytes of one row for all of them",
         ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
-        rewrite("core.cache:KVCache.bytes_for", "self.rows", "1"),
+        rewrite("core.cache:KVCache.bytes_by_device", "self.rows", "1"),
     ),
 )
 

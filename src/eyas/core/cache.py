@@ -26,9 +26,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from eyas.nn import CacheContents, DraftSlots, rope
 
-__all__ = ["DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "commit_path", "layout_of", "slot_mask", "slot_positions"]
+__all__ = [
+    "DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "commit_path", "devices_of", "layout_of", "slot_mask",
+    "slot_positions",
+]  # fmt: skip
 
 Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
+Shape = tuple[int, int, torch.device]  # of the keys or values of one layer: heads, width, and where they lie
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
@@ -40,6 +44,12 @@ def layout_of(cache: Cache) -> Layout:
     """The layout of a growing cache that a forward of the model has filled."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
+
+
+def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
+    """The device of each layer's keys in a growing cache that a forward of the model has filled; None for a layer without keys."""
+    stored = (getattr(layer, "keys", None) for layer in cache.layers)
+    return tuple(None if keys is None else keys.device for keys in stored)
 
 
 class LayerCache:
@@ -94,31 +104,42 @@ class DraftLayerCache:
 
 
 class KVCache(Cache):
-    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width), if layers differ.
+    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width, device), if layers differ.
 
     Args:
         layout: the sizes of each layer.
+        device: of lengths, paths and slots.
         commit: the implementation of `commit_path`: torch or compiled kernels.
+        devices: of the layers; (): all lie on `device`.
     """
 
-    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, commit: Commit | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        commit: Commit | None = None,
+        devices: Sequence[torch.device | None] = (),
+    ) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
-        self._place: dict[int, tuple[tuple[tuple[int, int], int], ...]] = {}  # layer -> where its keys, and where its values
-        # are: ((heads, width), index in the first dimension of `_stores[heads, width]`)
-        self._count: dict[tuple[int, int], int] = {}  # (heads, width) -> size of that first dimension
-        for layer, shape in enumerate(layout):
-            if shape is not None:
-                heads, *widths = shape
-                self._place[layer] = tuple(((heads, width), self._next((heads, width))) for width in widths)
-        self._stores: dict[tuple[int, int], Tensor] = {}
+        self._place: dict[int, tuple[tuple[Shape, int], ...]] = {}  # layer -> where its keys, and where its values are:
+        # (shape, index in the first dimension of `_stores[shape]`)
+        self._count: dict[Shape, int] = {}  # shape -> size of that first dimension
+        for layer, sizes in enumerate(layout):
+            if sizes is not None:
+                heads, *widths = sizes
+                place = (devices[layer] if devices else None) or device
+                self._place[layer] = tuple(((heads, width, place), self._next((heads, width, place))) for width in widths)
+        self._stores: dict[Shape, Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
-        self._where: tuple[Tensor, Tensor] | None = None  # rows [R, 1] and slots [R, N] of the next forward; None: not computed yet
+        self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward, where they are needed
         self._rows: Sequence[int] = range(0)
         self._width = 0
 
-    def _next(self, shape: tuple[int, int]) -> int:
+    def _next(self, shape: Shape) -> int:
         self._count[shape] = self._count.get(shape, 0) + 1
         return self._count[shape] - 1
 
@@ -127,11 +148,11 @@ class KVCache(Cache):
         if slots <= self.slots:
             return
         size = -(-slots // BUCKET) * BUCKET
-        for (heads, width), entries in self._count.items():
-            store = _zeros((entries, self.rows, heads, size, width), self.dtype, self.device)
-            if (old := self._stores.get((heads, width))) is not None:
+        for (heads, width, device), entries in self._count.items():
+            store = _zeros((entries, self.rows, heads, size, width), self.dtype, device)
+            if (old := self._stores.get((heads, width, device))) is not None:
                 store[..., : self.slots, :] = old
-            self._stores[heads, width] = store
+            self._stores[heads, width, device] = store
         self.slots = size
 
     def clear(self, row: int) -> None:
@@ -150,7 +171,7 @@ class KVCache(Cache):
         """
         width = self.aligned(width)
         self.reserve(width)
-        self._rows, self._slots_of, self._where, self._width = rows, slot_RN, None, width
+        self._rows, self._slots_of, self._where, self._width = rows, slot_RN, {}, width
 
     def aligned(self, width: int) -> int:
         """The width of a forward that attends to slots below `width`: on a GPU the next multiple of ALIGNED."""
@@ -162,12 +183,19 @@ class KVCache(Cache):
 
     def part(self, layer: int) -> LayerCache:
         """The cache of one layer for the next forward."""
-        if self._where is None:
-            slot_RN = self._slots_of()
-            rows, device = self._rows, self.device
-            row_R = torch.arange(len(rows), device=device) if isinstance(rows, range) else torch.tensor(rows, device=device)
-            self._where = row_R[:, None], slot_RN
-        return LayerCache(*self.keys_values(layer), *self._where, self._width, not isinstance(self._rows, range))
+        (_, _, device), _ = self._place[layer][0]
+        return LayerCache(*self.keys_values(layer), *self._rows_and_slots(device), self._width, not isinstance(self._rows, range))
+
+    def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows [R, 1] and slots [R, N] of the next forward, on this device."""
+        if not self._where:
+            slot_RN, rows = self._slots_of(), self._rows
+            row_R = torch.arange(len(rows), device=self.device) if isinstance(rows, range) else torch.tensor(rows, device=self.device)
+            self._where[self.device] = row_R[:, None], slot_RN
+        if device not in self._where:
+            row_R1, slot_RN = self._where[self.device]
+            self._where[device] = row_R1.to(device), slot_RN.to(device)
+        return self._where[device]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [R, H, S, width] of one layer, for the rows of the next forward; for all rows if those are not a range."""
@@ -183,8 +211,8 @@ class KVCache(Cache):
         """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones."""
         if path_BP.shape[1] == 1:
             return
-        for store in self._stores.values():
-            self._commit(store, length_B, path_BP)
+        for (_, _, device), store in self._stores.items():
+            self._commit(store, length_B.to(device), path_BP.to(device))
 
     def copy(self, source: int, row: int, slots: int) -> None:
         """Copy the first slots of one row to another."""
@@ -198,7 +226,7 @@ class KVCache(Cache):
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width)."""
+        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width, device)."""
         return tuple(self._stores.values())
 
     @property
@@ -226,8 +254,15 @@ class KVCache(Cache):
         return max(self._place, default=-1) + 1
 
     def bytes_for(self, slots: int) -> int:
-        """Bytes that this number of slots per row takes."""
-        return sum(n * self.rows * heads * width * slots * self.dtype.itemsize for (heads, width), n in self._count.items())
+        """Bytes that this number of slots per row takes, on all devices together."""
+        return sum(self.bytes_by_device(slots).values())
+
+    def bytes_by_device(self, slots: int) -> dict[torch.device, int]:
+        """Bytes that this number of slots per row takes on each device."""
+        total: dict[torch.device, int] = {}
+        for (heads, width, device), n in self._count.items():
+            total[device] = total.get(device, 0) + n * self.rows * heads * width * slots * self.dtype.itemsize
+        return total
 
 
 class WindowCache(KVCache):
@@ -245,7 +280,7 @@ class WindowCache(KVCache):
         keys_and_values = (heads, width, width)
         unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
         super().__init__((keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device)
-        self.window, self.shape, self.net_layers = window, (heads, width), layers
+        self.window, self.shape, self.net_layers = window, (heads, width, device), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:

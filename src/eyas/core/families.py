@@ -138,9 +138,9 @@ class Family:
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself
-    computes them.
+    computes them; on the device of the hidden states.
     """
-    logits: torch.Tensor = family.head(hidden)
+    logits: torch.Tensor = family.head(hidden).to(hidden.device)
     if family.logit_scale != 1.0:
         logits = logits * family.logit_scale
     if family.softcap is not None:
@@ -150,9 +150,9 @@ def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
 
 def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
     """Embeddings [..., D] of token ids [...], scaled as the first layer reads them, without
-    positions (GPT-2 adds those later).
+    positions (GPT-2 adds those later); on the device of the ids.
     """
-    embeddings: torch.Tensor = family.embedding(ids)
+    embeddings: torch.Tensor = family.embedding(ids).to(ids.device)
     return embeddings if family.embed_scale == 1.0 else embeddings * family.embed_scale
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ class Level:
     committed: bool  # the nodes start from the committed states
     column: int | None  # the number of the node if it is the same in each of the R rows, which come in order; else None
     follows: bool  # the nodes' parents are the nodes of the level before, in its order
+
+    def on(self, device: torch.device) -> Level:
+        """The same with its tensors on another device."""
+        if device == self.row_M.device:
+            return self
+        return replace(self, row_M=self.row_M.to(device), node_M=self.node_M.to(device), parent_M=self.parent_M.to(device))
 
     def of(self, value: Any, shape: tuple[int, int]) -> Any:
         """The part of a module's arguments that belongs to these nodes: tensors [R, Q, ...] become [M, 1, ...]."""

@@ -1,8 +1,12 @@
-"""Models whose weights are not whole on one device: some wait in memory or on a disk (`device_map`), or processes share them (`tp_plan`).
+"""Models whose weights are not whole on one device: layers compute on several devices, or weights wait in memory or on a disk (both by a
+`device_map`), or processes share them (`tp_plan`).
 
 accelerate puts a hook on each module, which fetches the module's weights before its forward and moves its inputs to the device that it
-computes on. All modules must compute on one device: the keys and values of all layers, and the trees, lie there. So weights may wait
-anywhere, but layers on two GPUs are refused.
+computes on. The hook of the whole model returns the logits to the device that the token ids came from. That is the main device: trees,
+masks, positions, features and the draft lie there, and the keys and values of each layer lie where the layer computes.
+
+    cuda:0   token ids, trees, masks, draft   | embedding, layers 0 to 15, their keys and values
+    cuda:1                                    | layers 16 to 31, their keys and values, norm, LM head
 
 With a `tp_plan` each process computes a part of every layer. All get the same logits, and draw with the same seeds, so all reach the same
 verdict, as long as nothing depends on a process's own clock.
@@ -12,7 +16,7 @@ This module knows accelerate's hooks and torch's DTensor, and imports neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 
 from eyas.errors import ModelError
 
-__all__ = ["device_of", "has_waiting_weights", "is_split", "value_of"]
+__all__ = ["check_layers", "device_of", "has_several_devices", "has_waiting_weights", "is_split", "value_of"]
 
 
 def has_waiting_weights(model: nn.Module) -> bool:
@@ -28,23 +32,47 @@ def has_waiting_weights(model: nn.Module) -> bool:
     return any(getattr(hook, "offload", False) for hook in _hooks(model))
 
 
+def has_several_devices(model: nn.Module) -> bool:
+    """Whether the modules of the model compute on several devices."""
+    return len(_places(model)) > 1
+
+
 def device_of(model: nn.Module) -> torch.device:
-    """The device that all modules compute on.
+    """The main device: the one that all modules compute on, or else the one of the hook of the whole model.
 
     Raises:
-        ModelError: there are several, or weights without values.
+        ModelError: there are several devices and no such hook, or weights without values.
     """
-    hooks = list(_hooks(model))
+    places = _places(model)
+    if torch.device("meta") in places:
+        raise ModelError(f"the model lies on {_listed(places)}, where weights have no values: load it with its weights")
+    if len(places) == 1:
+        return places.pop()
+    for hook in _hooks_of(model):
+        if getattr(hook, "io_same_device", False) and hook.execution_device is not None:
+            return _device(hook.execution_device)
+    raise ModelError(
+        f"the model lies on {_listed(places)}, and nothing moves hidden states between them: load it whole on one device, "
+        "or with a device_map"
+    )
+
+
+def check_layers(layers: Iterable[nn.Module]) -> None:
+    """ModelError if the parts of some layer compute on several devices, which no layer of transformers can: nothing moves its residuals."""
+    for number, layer in enumerate(layers):
+        if len(places := _places(layer)) > 1:
+            raise ModelError(f"the parts of layer {number} lie on {_listed(places)}: write a device_map that keeps each layer whole")
+
+
+def _places(module: nn.Module) -> set[torch.device]:
+    """The devices that the parts of a module compute on."""
+    hooks = list(_hooks(module))
     places = {_device(hook.execution_device) for hook in hooks if getattr(hook, "execution_device", None) is not None}
-    if not has_waiting_weights(model):
-        places |= {weight.device for weight in model.parameters()}
-    if len(places) != 1 or places == {torch.device("meta")}:
-        listed = ", ".join(sorted(map(str, places)))
-        raise ModelError(
-            f"the model lies on {listed}: load it whole on one device, or with a device_map whose other places are cpu or disk, "
-            "where weights wait until they are needed"
-        )
-    return places.pop()
+    return places if has_waiting_weights(module) else places | {weight.device for weight in module.parameters()}
+
+
+def _listed(places: Iterable[torch.device]) -> str:
+    return ", ".join(sorted(map(str, places)))
 
 
 def is_split(model: nn.Module) -> bool:

@@ -46,6 +46,8 @@ class RowStates:
 
     Attributes:
         cache_layers: the layers of a `transformers` cache that the modules read; the caller puts them into the cache.
+
+    The states of a module lie where the module computes; all that this class is given, on the main device.
     """
 
     def __init__(self, modules: Sequence[StateModule], rows: int, layers: int, device: torch.device) -> None:
@@ -53,7 +55,7 @@ class RowStates:
         self.cache_layers: list[Any] = [LinearAttentionLayer() for _ in range(layers)]
         for one in modules:
             self.cache_layers[one.layer] = LinearAttentionLayer(number_of_states=one.states_of_layer)
-        self.committed: list[States] = [_tensors(one, (rows,), torch.zeros, device) for one in modules]
+        self.committed: list[States] = [_tensors(one, (rows,), torch.zeros) for one in modules]
         self.nodes: list[States] = [{} for _ in modules]  # [B, T, ...]
         self.node_count = 0  # T
         self.continues = all(one.continues for one in modules)
@@ -83,9 +85,11 @@ class RowStates:
         levels, row_R = tree_levels(depth_RT, visible_RQT), torch.tensor(list(rows), device=self.device)
         self._grow(T, first=T == Q)
         everything = list(rows) == list(range(self.rows))
+        on = {device: ([level.on(device) for level in levels], row_R.to(device)) for device in {one.device for one in self.modules}}
         with ExitStack() as stack:
             for number, one in enumerate(self.modules):
-                forward = self._level_by_level(number, one.module.forward, levels, None if everything else row_R, (R, Q), T - Q)
+                here, row_here_R = on[one.device]
+                forward = self._level_by_level(number, one.module.forward, here, None if everything else row_here_R, (R, Q), T - Q)
                 stack.enter_context(replaced_forward(one.module, forward))
             yield
 
@@ -121,7 +125,7 @@ class RowStates:
     def _grow(self, count: int, first: bool) -> None:
         """Make room for the states of that many nodes per row; those of earlier nodes stay unless these are the first."""
         for number, one in enumerate(self.modules):
-            larger, old = _tensors(one, (self.rows, count), torch.empty, self.device), self.nodes[number]
+            larger, old = _tensors(one, (self.rows, count), torch.empty), self.nodes[number]
             if not first:
                 for key, state in larger.items():
                     state[:, : self.node_count] = old[key][:, : self.node_count]
@@ -146,9 +150,10 @@ class RowStates:
         """
         row_R = (active_B & (count_B > 0)).nonzero()[:, 0]
         last_R = path_BP[row_R, count_B[row_R] - 1]
-        for committed, nodes in zip(self.committed, self.nodes, strict=True):
+        for one, committed, nodes in zip(self.modules, self.committed, self.nodes, strict=True):
+            here_R, node_R = row_R.to(one.device), last_R.to(one.device)
             for key, state in committed.items():
-                state[row_R] = nodes[key][row_R, last_R]
+                state[here_R] = nodes[key][here_R, node_R]
         self._path = length_B.clone(), path_BP, torch.where(active_B, count_B, 0)
 
     # --- cutting, copying and emptying rows
@@ -204,7 +209,7 @@ class RowStates:
             return self.marks[row][length]
         assert self._path is not None, "no state is known at this length"
         length_B, path_BP, _ = self._path
-        node = path_BP[row, length - 1 - int(length_B[row])]
+        node = int(path_BP[row, length - 1 - int(length_B[row])])
         return [{key: state[row, node] for key, state in states.items()} for states in self.nodes]
 
     def _row(self, states: Sequence[States], row: int) -> list[States]:
@@ -231,5 +236,5 @@ class RowStates:
         return sum(state.nbytes for states in self.committed for state in states.values())
 
 
-def _tensors(one: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor], device: torch.device) -> States:
-    return {key: make(*sizes, *shape, dtype=dtype, device=device) for key, (shape, dtype) in one.shapes.items()}
+def _tensors(one: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor]) -> States:
+    return {key: make(*sizes, *shape, dtype=dtype, device=one.device) for key, (shape, dtype) in one.shapes.items()}

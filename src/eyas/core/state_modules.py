@@ -40,6 +40,7 @@ class StateModule:
     Attributes:
         layer: number of the layer in the cache.
         shapes: shape, without the rows, and dtype of each state.
+        device: where the module computes, and its states lie.
         states_of_layer: number of states of each kind that the whole layer has.
         continues: whether it can read several tokens at once from a state; else one by one.
         input: where its input is among its arguments.
@@ -50,6 +51,7 @@ class StateModule:
     module: nn.Module
     layer: int
     shapes: Shapes
+    device: torch.device
     states_of_layer: int
     continues: bool
     input: Place
@@ -170,8 +172,8 @@ class ProbeCache(Cache):
             half = PROBE_TOKENS // 2
             continues = self._gives_the_same(module, layer, [half, PROBE_TOKENS - half])
             first, last = self._projections(module, layer)
-            place = self._calls[module].input
-            found.append(StateModule(module, layer, shapes, self.states_of_layer, continues, place, first, last))
+            place, device = self._calls[module].input, next(iter(states.values())).device
+            found.append(StateModule(module, layer, shapes, device, self.states_of_layer, continues, place, first, last))
         return tuple(found)
 
     def _projections(self, module: nn.Module, layer: int) -> tuple[tuple[nn.Linear, ...], nn.Linear | None]:

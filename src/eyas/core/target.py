@@ -31,11 +31,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families, quantised
 from eyas.core.adapters import AdapterSet, beside, digest, is_peft_model, merge
-from eyas.core.cache import KVCache, Layout, layout_of, slot_mask, slot_positions
+from eyas.core.cache import KVCache, Layout, devices_of, layout_of, slot_mask, slot_positions
 from eyas.core.fingerprints import fingerprint_of, same_weights
 from eyas.core.media import counts_otherwise, read_media
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.placement import device_of
+from eyas.core.placement import check_layers, device_of, has_several_devices
 from eyas.core.pretrained import Spread, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
@@ -118,7 +118,9 @@ class Runner(Protocol):
 
 
 class Target:
-    """An unmodified model in eval mode, on one device.
+    """An unmodified model in eval mode.
+
+    Its layers may compute on several devices (`core.placement`). `device` is the main one, where its methods take and return all tensors.
 
     Raises:
         ModelError: the model cannot be served; the message names the family and the reason.
@@ -130,6 +132,9 @@ class Target:
         self.device, self.dtype = device_of(model), model.dtype
         self.model, self.name = model, name
         self.family = families.describe(model)
+        self.has_several_devices = has_several_devices(model)
+        if self.has_several_devices:
+            check_layers(self.family.layers)
         self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # embed_rows: number of token ids with an embedding
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
@@ -142,6 +147,7 @@ class Target:
         self.merged = ""  # `core.adapters.digest` of the adapter that is always in use, merged into the weights or not; "": there is none
         self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
+        self.layer_devices: tuple[torch.device | None, ...] = ()  # where each layer's keys and values lie; (): all on `device`
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
         self.quantised_by = quantised.library_of(model)  # the library that keeps its layers quantised; "": none does
 
@@ -228,6 +234,8 @@ class Target:
         with torch.no_grad(), self.tap((self.num_layers,)) as features, states.watching(self.model) if states else nullcontext():
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
         layout = layout_of(cache)
+        if self.has_several_devices:
+            self.layer_devices = devices_of(cache)
         if states is not None:
             self.state_modules = states.state_modules()
         head_logits = self.head(features())
@@ -278,7 +286,8 @@ class Target:
                     f"the layers of a {self.family.model_type} pass on several streams of hidden states, not one, so its inner features "
                     "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
-            return torch.cat([caught[k] for k in feature_layers], dim=-1) if feature_layers else torch.empty(1, 0, 0)
+            here = [caught[k].to(self.device) for k in feature_layers]
+            return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
 
         try:
             yield features
@@ -349,7 +358,7 @@ class TargetSession:
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit)
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit, target.layer_devices)
         self.states: RowStates | None = None  # recurrent and convolutional states; None: the target has none
         if target.state_modules:
             self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
@@ -363,9 +372,10 @@ class TargetSession:
         try:
             self.cache.reserve(tokens)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            gib = self.cache.bytes_for(tokens) / 2**30
+            need = self.cache.bytes_by_device(tokens)
+            gib = " and ".join(f"{size / 2**30:.1f} GiB" + (f" on {device}" if len(need) > 1 else "") for device, size in need.items())
             raise FitError(
-                f"keys and values of {self.rows} rows x {tokens} tokens need {gib:.1f} GiB, which do not fit: use fewer or shorter"
+                f"keys and values of {self.rows} rows x {tokens} tokens need {gib}, which do not fit: use fewer or shorter"
             ) from error
 
     def check_fit(self, prompt: int, new: int) -> None:

@@ -213,7 +213,7 @@ def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
     """[V, D]: a head like the target's, except for a softcap. Where the target's is no plain matrix: `otherwise`, or an OptionError."""
     weight: Tensor | None = getattr(target.family.head, "weight", None)
     if weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
-        return weight.detach() * target.family.logit_scale
+        return weight.detach().to(target.device) * target.family.logit_scale
     if otherwise is None:
         raise OptionError("the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own")
     return otherwise

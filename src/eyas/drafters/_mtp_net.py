@@ -84,6 +84,7 @@ class Net(nn.Module):
         if rotary is not None:
             by_kind = len(self.config.nested_rope_parameter_keys(self.config.rope_parameters)) > 0
             angles = rotary(embeddings_RND, position_ids=token_RN, **({"layer_type": self.kind} if by_kind else {}))
+            angles = _moved(angles, hidden_RND.device)  # the target's module may lie elsewhere
         output: Tensor = self.module(
             embeddings_RND, hidden_RND, position_embeddings=angles, attention_mask=mask, position_ids=token_RN, past_key_values=cache
         )
@@ -98,6 +99,10 @@ class Net(nn.Module):
             allowed_R1NW = allowed_R1NW & (slot_W > position_RN[..., None] - window)[:, None]
         mask = torch.zeros(allowed_R1NW.shape, dtype=dtype, device=position_RN.device)
         return mask.masked_fill_(~allowed_R1NW, torch.finfo(dtype).min)
+
+
+def _moved(angles: Any, device: torch.device) -> Any:
+    return angles.to(device) if isinstance(angles, Tensor) else tuple(part.to(device) for part in angles)
 
 
 def random_net(target: Target, seed: int) -> Net:

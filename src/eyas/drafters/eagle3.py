@@ -378,7 +378,7 @@ def _final_scale(target: Target) -> Tensor:
     norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
     ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
     signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # mean 0, mean square 1
-    scale: Tensor = norms[-1](signs[None])[0] * signs if norms and target.hidden_size % 2 == 0 else ones
+    scale: Tensor = norms[-1](signs[None])[0].to(target.device) * signs if norms and target.hidden_size % 2 == 0 else ones
     return scale if bool(scale.isfinite().all()) else ones
 
 

@@ -147,6 +147,10 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
         if kernels != "auto":
             warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
         return target
+    if target.has_several_devices:
+        if kernels != "auto":
+            warnings.warn("no CUDA graphs: the model's layers lie on several devices, and a graph belongs to one", stacklevel=5)
+        return target
     if has_waiting_weights(target.model) or is_split(target.model):
         if kernels != "auto":
             warnings.warn("no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes", stacklevel=5)

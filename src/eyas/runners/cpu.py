@@ -231,6 +231,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
     if is_split(target.model):
         raise UnsuitedError("the kernels compute whole layers, and its weights are split over processes (tp_plan)")
+    if target.has_several_devices:
+        raise UnsuitedError("the kernels run whole models on one device, and a device_map puts its layers on several")
     if has_waiting_weights(target.model):
         raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
     if target.quantised_by:

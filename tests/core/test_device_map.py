@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import eyas
 import zoo
 from eyas import drafters
 from eyas.core.engine import Decoder, Request
-from eyas.core.placement import device_of
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
@@ -93,17 +91,3 @@ def test_what_is_refused(options: dict[str, Any], message: str, folder: Path) ->
     with pytest.raises((OptionError, InputError, ModelError), match=message) as caught:
         eyas.load(folder, "suffix", **options)
     assert "\n" not in str(caught.value)
-
-
-def test_layers_that_compute_on_two_devices_are_refused() -> None:
-    """No second device is here: two hooks say that they compute on others."""
-
-    class Hook:
-        def __init__(self, place: int) -> None:
-            self.execution_device, self.offload = f"cuda:{place}", True
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for place, module in enumerate(model):
-        module._hf_hook = Hook(place)  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="lies on cuda:0, cuda:1: load it whole on one device"):
-        device_of(model)

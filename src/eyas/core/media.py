@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from eyas.core.placement import has_several_devices
 from eyas.errors import InputError, ModelError
 
 __all__ = ["MediaPrompt", "check_media", "counts_otherwise", "read_media", "reads_media"]
@@ -89,7 +90,8 @@ def read_media(
         InputError: the model refuses it, for example because images and their tokens do not match.
     """
     inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
-    if not all_logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    takes_some = "logits_to_keep" in inspect.signature(model.forward).parameters and not has_several_devices(model)  # its LM head lies elsewhere
+    if not all_logits and takes_some:
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _counting(model)
     if counting is not None:

@@ -606,7 +606,8 @@ class ModelRunner:
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target = work.target
         extra: dict[str, Any] = {}
-        if work.last_only and target._keeps_logits:  # given a number, layers that share keys (Gemma 4) leave out the other tokens' features
+        # given a number, layers that share keys (Gemma 4) leave out the other tokens' features; a tensor must lie on the LM head's device
+        if work.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
             last = work.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
         with target.tap(work.feature_layers) as features:

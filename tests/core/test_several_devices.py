@@ -1,0 +1,206 @@
+"""Targets whose layers lie on several devices: the text is the whole model's, and no operation mixes devices (two_devices.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import eyas
+import zoo
+from eyas import drafters, runners
+from eyas.core.cache import KVCache, Layout
+from eyas.core.engine import Decoder, Request
+from eyas.core.placement import device_of
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.errors import FitError, ModelError, OptionError
+from reference import plain_decode, run
+from test_lossless import DRAWN, make
+from toy_tokenizer import VOCAB, byte_tokenizer
+
+pytest.importorskip("accelerate", reason="device maps need accelerate")
+
+from two_devices import FIRST, SECOND, dispatched, halves, two_gpus  # noqa: E402
+
+MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {**zoo.FAMILIES, **zoo.HYBRIDS}
+LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
+PROMPTS = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))  # the last one begins like the second
+
+
+@cache
+def answered(family: str) -> tuple[tuple[Request, list[int]], ...]:
+    """Requests with the new tokens of plain decoding on one device."""
+    requests = [Request(prompt, 12, law) for prompt, law in zip(PROMPTS, LAWS, strict=True)]
+    return tuple((request, plain_decode(MODELS[family](), request)) for request in requests)
+
+
+def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | None = None) -> Decoder:
+    """Asserts the ids of plain decoding, and that keys and values lie where their layers compute."""
+    cases = [(request, text) for request, text in answered(family) if request.sampling.greedy or name not in DRAWN]
+    with two_gpus():
+        model = dispatched(MODELS[family](), device_map or halves(MODELS[family]()))
+        target = Target(model)
+        drafter = make(name, target)
+        decoder = Decoder(drafter.target, drafter, rows, reuse=True)
+        texts, _ = run(decoder, [request for request, _ in cases])
+        assert texts == [text for _, text in cases], "other ids than plain decoding"
+        session = decoder.target
+        for k, layer in enumerate(target.family.layers):
+            if session.cache.stores_of(k):
+                (place,) = {weight.device for weight in layer.parameters()}
+                assert {store.device for store in session.cache.keys_values(k)} == {place}
+        for one in target.state_modules:
+            (place,) = {weight.device for weight in one.module.parameters()}
+            assert one.device == place
+        return decoder
+
+
+def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow([n for n in drafters.names() if n != "self_speculative"], ("eagle3", "suffix")))
+def test_every_method(name: str) -> None:
+    """Greedy and sampled requests, in three rows that are used again."""
+    decoder = check(name, "llama", rows=3)
+    assert list(decoder.target.cache.bytes_by_device(1)) == [FIRST, SECOND]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vanilla", "eagle2", "eagle3", "medusa", "suffix"])
+def test_one_row(name: str) -> None:
+    check(name, "llama", rows=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"])
+def test_families(family: str) -> None:
+    """Windows, learned positions, experts, keys that layers share, keys wider than values, recurrent and convolutional states."""
+    check("eagle2", family, rows=3)
+
+
+def swapped(device_map: Mapping[str, int]) -> dict[str, int]:
+    return {name: 1 - place for name, place in device_map.items()}
+
+
+@pytest.mark.parametrize("name", ["mtp", "medusa"])
+@pytest.mark.parametrize("kind", ["swapped", "by turns", "ends apart"])
+def test_any_map(name: str, kind: str) -> None:
+    """The embedding, the rotary positions and the LM head may lie anywhere, and layers in any order. The main device stays cuda:0."""
+    plain = halves(MODELS["llama"]())
+    turns = {name: k % 2 for k, name in enumerate(plain)}
+    ends = {name: int("layers" not in name) for name in plain}
+    check(name, "llama", 2, {"swapped": swapped(plain), "by turns": turns, "ends apart": ends}[kind])
+
+
+def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
+    """All that a cache holds, on one device."""
+    return [part.cpu() for k in range(layers) if cache.stores_of(k) for part in cache.keys_values(k)]
+
+
+def test_caches_hold_the_same() -> None:
+    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on one device."""
+    layout: Layout = ((2, 4, 4), (2, 4, 4), None, (1, 6, 4), (2, 4, 4), (1, 6, 4))
+    places = (FIRST, SECOND, None, FIRST, SECOND, SECOND)
+    with two_gpus():
+        one = KVCache(layout, 3, torch.float32, FIRST)
+        two = KVCache(layout, 3, torch.float32, FIRST, devices=places)
+        generator = torch.Generator().manual_seed(0)
+        length_B = torch.tensor([3, 9, 0], device=FIRST)
+        for width, rows in ((20, range(3)), (20, [0, 2]), (300, range(1, 2)), (300, range(3))):
+            slot_RN = (length_B[list(rows)][:, None] + torch.arange(6, device=FIRST)).clone()
+            for cache in (one, two):
+                cache.at(rows, lambda slot_RN=slot_RN: slot_RN, width)
+            for k, sizes in enumerate(layout):
+                if sizes is not None:
+                    heads, *widths = sizes
+                    new = [torch.randn(len(rows), heads, 6, w, generator=generator).to(FIRST) for w in widths]
+                    expected = one.update(*new, k)
+                    seen = two.update(*(part.to(places[k]) for part in new), k)
+                    assert {part.device for part in seen} == {places[k]}
+                    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, seen, strict=True))
+            path_BP = torch.tensor([[0, 2, 5], [0, 4, -1], [0, 1, 3]], device=FIRST)
+            for cache in (one, two):
+                cache.commit(length_B, path_BP)
+                cache.copy(1, 2, 7)
+            two.clear(0)
+            one.clear(0)
+            assert all(map(torch.equal, contents(one, len(layout)), contents(two, len(layout))))
+            length_B = length_B + 2
+        assert two.bytes_for(512) == one.bytes_for(512)
+        assert two.bytes_by_device(512) == {place: sum(s.nbytes for s in two.stores if s.device == place) for place in (FIRST, SECOND)}
+
+
+def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """The answers of two turns."""
+    chat = eyas.load(model, "suffix", tokenizer=byte_tokenizer(), kernels="off").chat(max_new_tokens=8)
+    return [tuple(chat.send(text).token_ids) for text in ("one two", "three")]
+
+
+def test_chats_and_generate() -> None:
+    """What wraps a decoder: a chat whose second turn goes on from kept keys and values, `custom_generate` and `attach` of transformers."""
+    whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)
+    ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
+    asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    expected = whole.generate(ids, **asked)
+    alone = chatted(whole)
+    with two_gpus():
+        model = dispatched(zoo.tiny("llama", vocab_size=VOCAB, seed=4), halves(whole))
+        assert chatted(model) == alone
+        given = ids.to(FIRST)
+        assert torch.equal(model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed")).cpu(), expected)
+        eyas.attach(model, "suffix", tree="fixed")
+        assert torch.equal(model.generate(given, **asked).cpu(), expected)
+
+
+def test_no_recordings() -> None:
+    """Such a target runs by the model's own forward, and a warning says why where kernels were asked for."""
+    with two_gpus():
+        target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
+        with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers lie on several devices"):
+            assert runners.prepared(target, "on").run.name == "model"
+        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"):
+            runners.prepared(target, weights="int8")
+
+
+def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(cache: KVCache, slots: int) -> None:
+        raise MemoryError
+
+    with two_gpus():
+        session = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]()))).open(1)
+        monkeypatch.setattr(KVCache, "reserve", none_left)
+        with pytest.raises(FitError, match=r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit"):
+            session.reserve(100_000_000)
+
+
+class Hook:
+    """What eyas reads of a hook of accelerate."""
+
+    def __init__(self, place: Any) -> None:
+        self.execution_device, self.offload = place, True
+
+
+def test_what_stays_refused() -> None:
+    """Layers on two devices without a hook that brings the logits back, layers in parts, and weights without values."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for place, module in enumerate(model):
+        module._hf_hook = Hook(place)  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole on one device"):
+        device_of(model)
+    with pytest.raises(ModelError, match="lies on meta, where weights have no values: load it with its weights"):
+        device_of(nn.Linear(2, 2, device="meta"))
+    whole = halves(MODELS["llama"]())
+    parts = [name for name, _ in MODELS["llama"]().model.layers[1].named_children()]
+    cut = {**whole, **{f"model.layers.1.{part}": int(part == "mlp") for part in parts}}
+    del cut["model.layers.1"]
+    with two_gpus(), pytest.raises(ModelError, match="parts of layer 1 lie on cuda:0, cuda:1: write a device_map that keeps each layer whole"):
+        Target(dispatched(MODELS["llama"](), cut))
+    with two_gpus(), pytest.raises(ModelError, match="load it on one device"):
+        make("self_speculative", Target(dispatched(MODELS["llama"](), whole)))

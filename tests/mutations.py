@@ -70,12 +70,17 @@ def verified_alone(drawn_tree: bool) -> Check:
     return "core.test_verify", "test_a_row_is_verified_alone", (drawn_tree,)
 
 
+def on_two_devices(method: str, family: str = "llama", rows: int = 3) -> Check:
+    return "core.test_several_devices", "check", (method, family, rows)
+
+
 SLOW_DRAWN: Check = ("core.test_verify", "test_random_trees_against_a_slow_verification", (True,))
 PROCESSORS: Check = ("core.test_sampling", "test_scores_are_those_of_transformers", ({"temperature": 0.7, "top_p": 0.9},))
 BLOCK: Check = ("core.test_verify", "test_blocks_are_exact", ("near",))
 ORDER: Check = ("core.test_verify", "test_drawn_siblings_come_in_draw_order_from_the_processed_q", ("T=0.6",))
 LAW = "the law of the first"
 OTHER_IDS = "other ids than plain decoding"
+TWO_DEVICES = "Expected all tensors to be on the same device"
 OTHER_POSITION = "position that is not the tree's"
 
 
@@ -498,6 +503,55 @@ MUTATIONS = (
         "the bytes of one row for all of them",
         ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
         rewrite("core.cache:KVCache.bytes_by_device", "self.rows", "1"),
+    ),
+    # several devices
+    mutation(
+        "paths stay on the main device",
+        on_two_devices("suffix"),
+        rewrite("core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"),
+        words=TWO_DEVICES,
+    ),
+    mutation(
+        "slots stay on the main device",
+        on_two_devices("suffix"),
+        rewrite("core.cache:KVCache._rows_and_slots", "return self._where[DEVICE]", "return self._where[self.device]"),
+        words=TWO_DEVICES,
+    ),
+    mutation(
+        "all stores on the main device",
+        on_two_devices("suffix"),
+        rewrite("core.cache:KVCache.reserve", "_zeros(SHAPE, DTYPE, DEVICE)", "_zeros(SHAPE, DTYPE, self.device)"),
+        words=TWO_DEVICES,
+    ),
+    mutation(
+        "the stores of one device are not committed",
+        on_two_devices("oracle"),
+        rewrite("core.cache:KVCache.commit", "self._stores.items()", "list(self._stores.items())[:1]"),
+        words=OTHER_IDS,
+    ),
+    mutation(
+        "the stores of one device are not copied",
+        on_two_devices("suffix"),
+        rewrite("core.cache:KVCache.copy", "self._stores.values()", "list(self._stores.values())[:1]"),
+        words=OTHER_IDS,
+    ),
+    mutation(
+        "features stay where their layers are",
+        on_two_devices("eagle3"),
+        rewrite("core.target:Target.tap", "CAUGHT[K].to(self.device)", "CAUGHT[K]"),
+        words=TWO_DEVICES,
+    ),
+    mutation(
+        "logits of a draft stay where the LM head is",
+        on_two_devices("eagle2"),
+        rewrite("core.families:head", "X.to(Y)", "X"),
+        words=TWO_DEVICES,
+    ),
+    mutation(
+        "states of nodes are read with numbers of the main device",
+        on_two_devices("suffix", "lfm2"),
+        rewrite("core.recurrent:RowStates.commit", "LAST.to(ONE.device)", "LAST", "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)"),
+        words=TWO_DEVICES,
     ),
 )
 

@@ -106,7 +106,8 @@ class OracleSession(DraftSession):
             row_parents, row_tokens = self._row(root, answer[emitted:] if emitted >= 0 else [])
             parents.append(row_parents)
             tokens.append(row_tokens)
-        return Draft(Tree.build(torch.tensor(parents), self.drafter.depth), torch.tensor(tokens))
+        here = roots.tokens_B.device
+        return Draft(Tree.build(torch.tensor(parents, device=here), self.drafter.depth), torch.tensor(tokens, device=here))
 
     def _row(self, root: int, continuation: list[int]) -> tuple[list[int], list[int]]:
         """Parents and tokens of one random tree; siblings have different tokens."""

@@ -135,7 +135,7 @@ class KVCache(Cache):
                 self._place[layer] = tuple(((heads, width, place), self._next((heads, width, place))) for width in widths)
         self._stores: dict[Shape, Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
-        self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward, where they are needed
+        self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward
         self._rows: Sequence[int] = range(0)
         self._width = 0
 

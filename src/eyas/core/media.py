@@ -90,8 +90,8 @@ def read_media(
         InputError: the model refuses it, for example because images and their tokens do not match.
     """
     inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
-    takes_some = "logits_to_keep" in inspect.signature(model.forward).parameters and not has_several_devices(model)  # its LM head lies elsewhere
-    if not all_logits and takes_some:
+    takes_number = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if not all_logits and takes_number and not has_several_devices(model):  # the tensor must lie on the LM head's device
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _counting(model)
     if counting is not None:

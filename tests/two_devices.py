@@ -1,8 +1,8 @@
 """Devices that are not there: tensors of a CPU that say they lie on cuda:0 or cuda:1, with their numbers.
 
 Within `two_gpus()` each tensor has a device of its own, which `.device` gives and `.to` changes. Where torch refuses an operation on
-tensors of several devices, an AssertionError is raised, which nothing in eyas catches; the CPU counts as a device. Numbers are computed on the CPU,
-so texts can be compared. What it cannot see: operations inside of torch's own functions, other threads, and how long anything takes.
+tensors of several devices, an AssertionError is raised, which nothing in eyas catches; the CPU counts as a device. Numbers are
+computed on the CPU, so texts can be compared. It does not see what happens inside of torch's own functions and in other threads.
 """
 
 from __future__ import annotations

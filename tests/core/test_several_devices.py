@@ -88,7 +88,9 @@ def test_one_row(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"]
+)
 def test_families(family: str) -> None:
     """Windows, learned positions, experts, keys that layers share, keys wider than values, recurrent and convolutional states."""
     check("eagle2", family, rows=3)

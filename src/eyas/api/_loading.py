@@ -73,9 +73,9 @@ def load(
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator, and for quantised weights, the
             checkpoint's own dtype.
-        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto", or a device, "cpu" or "disk"
-            for each part of the model. All layers must compute on one device; weights that wait elsewhere are fetched for each forward.
-            Needs the extra `offload`.
+        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto", "balanced", or a device, "cpu"
+            or "disk" for each part of the model. Layers may lie on several devices; weights that wait in memory or on disk are fetched
+            for each forward. Needs the extra `offload`.
         offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own

@@ -87,9 +87,9 @@ class TargetOptions:
     """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere and if it is quantised."""
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
-    device_map: Annotated[str | None, "Machine", "auto|FILE"] = None
-    """auto: weights that do not fit on the device wait in memory or on disk. Or a JSON file with a
-    device, "cpu" or "disk" for each part of the model, as transformers takes it."""
+    device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
+    """auto, balanced: layers are spread over all GPUs, and what does not fit there waits in memory or
+    on disk. Or a JSON file with a device, "cpu" or "disk" for each part of the model, as transformers takes it."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
     """For weights that the device map puts on disk, where the checkpoint is not safetensors."""
     kernels: Annotated[Literal["auto", "on", "compile", "off"], "Machine"] = "auto"

@@ -106,12 +106,17 @@ def _gpu(value: Any) -> Any:
 
 def halves(model: Any) -> dict[str, int]:
     """A map that puts the second half of the layers, the norm behind them and the LM head on cuda:1, everything else on cuda:0."""
-    path, layers = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
-    base = path.rpartition(".")[0]
-    parts = {f"{base}.{name}": int(name in LAST_NORMS) for name, _ in model.get_submodule(base).named_children()}
-    del parts[path]
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    path = next((name for name in lists if "language_model" in name), lists[0])  # not those of a model that reads images
+    layers = model.get_submodule(path)
+    parts = {f"{path}.{k}": int(2 * k >= len(layers)) for k in range(len(layers))}
+    outer = path.split(".")[:-1]
+    for depth in range(len(outer) + 1):
+        around = ".".join(outer[:depth])
+        names = (f"{around}.{name}".lstrip(".") for name, _ in model.get_submodule(around).named_children())
+        parts |= {name: int(name.split(".")[-1] in LAST_NORMS) for name in names if not f"{path}.".startswith(f"{name}.")}
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    return parts | {f"{path}.{k}": int(2 * k >= len(layers)) for k in range(len(layers))} | {"lm_head": int(not tied)}
+    return parts | {"lm_head": int(not tied)}
 
 
 def dispatched(model: Any, device_map: Mapping[str, int]) -> Any:

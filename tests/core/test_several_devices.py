@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import eyas
+import media_models
 import zoo
 from eyas import drafters, runners
 from eyas.core.cache import KVCache, Layout
@@ -146,6 +147,22 @@ def test_caches_hold_the_same() -> None:
             length_B = length_B + 2
         assert two.bytes_for(512) == one.bytes_for(512)
         assert two.bytes_by_device(512) == {place: sum(s.nbytes for s in two.stores if s.device == place) for place in (FIRST, SECOND)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(media_models.MODELS))
+def test_images(kind: str) -> None:
+    """Keys and values that the model's own forward has left on several devices are copied into the row; logits and features come back."""
+
+    def answers(model: Any, device: torch.device) -> list[int]:
+        prompt: Any = {name: value.to(device) for name, value in media_models.prompt_with_image(kind, 0).items()}
+        llm = eyas.load(model, make("eagle3", Target(model)), tokenizer=False)
+        return [token for result in llm.generate(prompt, max_new_tokens=10) for token in result.token_ids]
+
+    whole = media_models.make_model(kind)
+    expected = answers(whole, torch.device("cpu"))
+    with two_gpus():
+        assert answers(dispatched(media_models.make_model(kind), halves(whole)), FIRST) == expected
 
 
 def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:

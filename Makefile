@@ -31,6 +31,8 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+# Some shells and images set this; every process of a test would then parse the whole source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve bench bench-heads test test-fast clients interop peers wheels wheel-test docs check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests

@@ -14,7 +14,7 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 OURS, OTHERS = "#2e7d32", "#9aa3b2"
-LINES = {"eyas": OURS, "transformers": "#3b7dd8", "OpenVINO GenAI": "#e0853d", "llama.cpp": "#9c6ade"}
+LINES = {"eyas": OURS, "transformers": "#3b7dd8", "OpenVINO GenAI": "#e0853d", "llama.cpp": "#9c6ade", "SafeAILab's code": "#b09060"}
 
 
 def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> None:
@@ -38,5 +38,6 @@ def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> Non
                 passes.plot([int(n) for n in cost], list(cost.values()), marker="o", markersize=3, color=color, label=shown)
         passes.set_title("ms of a pass, by its tokens")
         passes.set_ylim(bottom=0)
-        passes.legend()
+        passes.margins(y=0.3)
+        passes.legend(loc="upper left")
         figure.savefig(path, format="svg", metadata={"Date": None})

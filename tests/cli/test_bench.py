@@ -29,6 +29,12 @@ Refused = Callable[..., str]
 QUICK = ("--max-new-tokens", 8, "--probe", 0)
 
 
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without pictures, which take seconds: tests/bench/test_run.py has a report with them."""
+    monkeypatch.setattr("eyas.bench.plots.pictures", lambda summary: {})
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "mine.jsonl"

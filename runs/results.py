@@ -481,7 +481,7 @@ def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]
     return table([title, *(names.get(load, load) for load in loads)], lines)
 
 
-SERVER_LOADS = (  # records of eyas beside other servers, before its threads ended with the work; then of eyas alone, after that
+SERVER_LOADS = (  # `serve_load_nestling` is from before eyas' threads ended with their work
     ("serve_load", "embedded, beside others"),
     ("serve_load_nestling", "nestling, beside others"),
     ("serve_load_full", "embedded, eyas alone"),

@@ -332,7 +332,7 @@ class LLM:
         """The prompt that the target's processor makes of messages with images. Keywords as in `text.render`."""
         if not reads_media(self.target.model):
             raise InputError(f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages")
-        return media_prompt(messages, self.target.name, **template)
+        return media_prompt(messages, getattr(self.target.model.config, "name_or_path", ""), **template)
 
     def _with_media(self, prompt: Any, system: str | None) -> Any:
         """A prompt that holds more than text as `MediaIds`; any other as it is."""

@@ -146,6 +146,15 @@ def test_huge_images(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "send smaller ones" in response.json()["error"]["message"]
 
 
+def test_many_images(server: Running) -> None:
+    """Guards memory: a processor makes each tiny image as large as any other."""
+    one = {"type": "image_url", "image_url": data_url(picture(0))}
+    parts = [one] * (images.MOST_IMAGES + 1)
+    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [*parts, ASK]}], **GREEDY})
+    assert response.status_code == 400
+    assert "send fewer" in response.json()["error"]["message"]
+
+
 def test_a_prompt_that_the_model_refuses(server: Running) -> None:
     """Guards the other requests from one whose text holds a placeholder without its image."""
     question = {"type": "text", "text": "Is <image> an image?"}

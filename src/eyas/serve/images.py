@@ -18,6 +18,7 @@ __all__ = ["holds_images", "with_images"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 2**26  # of all images of a request: a small file may hold a huge image
+MOST_IMAGES = 64  # of a request: a processor makes a small image as large as a large one
 EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transformers would read from a file or address
 
@@ -33,9 +34,9 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
     """The messages with images of Pillow in the place of their data: URLs.
 
     Raises:
-        ApiError: an image that is no data: URL, cannot be read, or is too large.
+        ApiError: an image that is no data: URL or cannot be read, too many images, or too many pixels.
     """
-    pixels = 0
+    pixels = images = 0
     converted = []
     for number, message in enumerate(messages, start=1):
         if isinstance(message, Mapping) and isinstance(message.get("content"), list):
@@ -46,6 +47,9 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
                 if kind in NAMES_A_SOURCE:
                     raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
                 if kind == "image_url":
+                    images += 1
+                    if images > MOST_IMAGES:
+                        raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
                     image = _opened(_url_of(part, named), named)
                     pixels += image.width * image.height
                     if pixels > MOST_PIXELS:

@@ -109,6 +109,7 @@ BROKEN = base64.b64encode(base64.b64decode(data_url(picture(0)).partition(",")[2
         ({"type": "image_url", "image_url": f"data:image/png;base64,{BROKEN}"}, "broken"),
         ({"type": "image_url", "image_url": {}}, "has no image"),
         ({"type": "image_url", "image_url": data_url(picture(0), "BMP")}, "send PNG, JPEG, WEBP, GIF"),
+        ({"type": "image_url", "image_url": data_url(Image.new("RGB", (1, 51)))}, "at most 50 times as long as wide"),
         ({"type": "image", "path": __file__}, "of type 'image'"),
         ({"type": "video", "url": "https://example.com/cat.mp4"}, "of type 'video'"),
         ({"type": "input_audio", "input_audio": {}}, "of type 'input_audio'"),
@@ -127,7 +128,7 @@ def test_what_is_refused(server: Running, part: dict[str, Any], words: str) -> N
 
 def test_variables_cannot_name_files(server: Running) -> None:
     """Guards the processor, which takes what the chat template does not know: `images` would be paths."""
-    for variables in ({"images": [__file__]}, {"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"size": 10**9}):
+    for variables in ({"images": [__file__]}, {"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"size": 10**9}, {"do_resize": False}):
         body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": variables, **GREEDY}
         response = post(server, "/v1/chat/completions", body)
         assert response.status_code == 400

@@ -42,8 +42,8 @@ def media_prompt(
     Args:
         source: the target's folder or hub id.
         add_generation_prompt, continue_final_message, tools: see `text.render`.
-        variables: of the template; booleans only, such as enable_thinking. What the template does not know goes to the processor, which
-            would read files that other values name.
+        variables: of the template; booleans only, such as enable_thinking, and none of a processor's steps, such as do_resize. What the
+            template does not know goes to the processor, which would read files that other values name.
 
     Raises:
         InputError: a message is malformed, there is no processor, a package that it needs is missing, or it refuses the messages.
@@ -53,7 +53,7 @@ def media_prompt(
     _check_files(messages)
     own = inspect.signature(processor.apply_chat_template).parameters
     for name, value in (variables or {}).items():
-        if name in own or not isinstance(value, bool):
+        if name in own or name.startswith("do_") or not isinstance(value, bool):
             raise InputError(f"{name}: with images, variables of a chat template are true or false, and none of the processor's own")
     try:
         inputs: Any = processor.apply_chat_template(
@@ -77,7 +77,8 @@ def media_prompt(
 def _check_files(messages: Messages) -> None:
     """InputError for a part whose file is not there: what the processor says about it is long."""
     for number, message in enumerate(messages, start=1):
-        for part in message["content"] if not isinstance(message["content"], str) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
             path = part.get("path")
             if part["type"] in MEDIA_PARTS and isinstance(path, str) and not Path(path).is_file():
                 raise InputError(f"message {number}: there is no {part['type']} {path}")

@@ -99,6 +99,8 @@ def read_media(
     with tap as features:
         try:
             logits_1TV = model(input_ids=tokens_1T, past_key_values=cache, use_cache=True, **inputs).logits
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # the model's own code, on inputs that somebody sent
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}") from error

@@ -165,6 +165,7 @@ class PromptReader:
         self._steps += 1
         left = self.tokens_per_step
         while (left is None or left > 0) and (prompt := self._next()) is not None:
+            count = 0
             try:
                 if prompt.row < 0:
                     self._start(prompt)
@@ -174,6 +175,7 @@ class PromptReader:
                 if prompt.row >= 0:
                     del self.reading[prompt.row]
                     self.release(prompt.row, failed=True)
+                left = None if left is None else left - count
                 yield prompt, error
                 continue
             left = None if left is None else left - count
@@ -201,7 +203,7 @@ class PromptReader:
         with prompt.timer.stage("prompt"):
             on_logits = prompt.scores.read if prompt.scores else None
             logits_V = self.target.prefill(row, tokens, on_chunk, on_logits, prompt.request.media)
-        if count >= LEAST:  # fewer take long for their number
+        if count >= LEAST and not prompt.request.media:  # fewer take long for their number, images for theirs
             self._token_seconds = _average(self._token_seconds, (prompt.timer.parts["prompt"] - before) / count)
         prompt.read += count
         return logits_V

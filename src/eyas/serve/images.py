@@ -17,7 +17,8 @@ from eyas.serve.errors import ApiError
 __all__ = ["holds_images", "with_images"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MOST_PIXELS = 2**26  # of all images of a request: a small file may hold a huge image
+MOST_PIXELS = 2**25  # of all images of a request: a small file may hold a huge image
+LONGEST_SIDE = 50  # times the shorter one: processors that give the shorter side a fixed length make a thin image huge
 MOST_IMAGES = 64  # of a request: a processor makes a small image as large as a large one
 EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transformers would read from a file or address
@@ -51,6 +52,8 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
                     if images > MOST_IMAGES:
                         raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
                     image = _opened(_url_of(part, named), named)
+                    if max(image.size) > LONGEST_SIDE * min(image.size):
+                        raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
                     pixels += image.width * image.height
                     if pixels > MOST_PIXELS:
                         raise ApiError(400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages")
@@ -79,16 +82,16 @@ def _opened(url: str, named: str) -> Any:
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise ApiError(400, f"{named}: this server fetches no images, so they come as {EXAMPLE}", param="messages")
     try:
-        return Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
+        return Image.open(io.BytesIO(base64.b64decode(data.encode(), validate=True)), formats=FORMATS)
     except binascii.Error:
         raise ApiError(400, f"{named}: its data are no base64", param="messages") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except Exception:  # Pillow's plugins raise whatever a broken file makes them
         raise ApiError(400, f"{named} is no image that can be read: send {', '.join(FORMATS)}", param="messages") from None
 
 
 def _read(image: Any, named: str) -> Any:
     try:
         image.load()
-    except (OSError, ValueError, SyntaxError):
+    except Exception:  # as above
         raise ApiError(400, f"{named}: its image is broken", param="messages") from None
     return image

@@ -172,7 +172,7 @@ def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
 
 def test_chats_and_generate() -> None:
-    """What wraps a decoder: a chat whose second turn goes on from kept keys and values, `custom_generate` and `attach` of transformers."""
+    """A chat whose second turn goes on from kept keys and values, `custom_generate` and `attach` give the ids of one device."""
     whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
     asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
@@ -209,7 +209,7 @@ def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Hook:
-    """What eyas reads of a hook of accelerate."""
+    """A hook of accelerate, with the attributes that eyas reads."""
 
     def __init__(self, place: Any) -> None:
         self.execution_device, self.offload = place, True

@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from eyas.serve.errors import ApiError
@@ -37,31 +38,41 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
     Raises:
         ApiError: an image that is no data: URL or cannot be read, too many images, or too many pixels.
     """
-    pixels = images = 0
-    converted = []
-    for number, message in enumerate(messages, start=1):
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-            parts = []
-            for place, part in enumerate(message["content"], start=1):
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                named = f"part {place} of message {number}"
-                if kind in NAMES_A_SOURCE:
-                    raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
-                if kind == "image_url":
-                    images += 1
-                    if images > MOST_IMAGES:
-                        raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
-                    image = _opened(_url_of(part, named), named)
-                    if max(image.size) > LONGEST_SIDE * min(image.size):
-                        raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
-                    pixels += image.width * image.height
-                    if pixels > MOST_PIXELS:
-                        raise ApiError(400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages")
-                    part = {"type": "image", "image": _read(image, named)}
-                parts.append(part)
-            message = {**message, "content": parts}
-        converted.append(message)
-    return converted
+    room = Room(MOST_IMAGES, MOST_PIXELS)
+    return [_converted(message, number, room) for number, message in enumerate(messages, start=1)]
+
+
+@dataclass
+class Room:
+    """What the images of a request may still take."""
+
+    images: int
+    pixels: int
+
+
+def _converted(message: Any, number: int, room: Room) -> Any:
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    parts = enumerate(message["content"], start=1)
+    return {**message, "content": [_converted_part(part, f"part {place} of message {number}", room) for place, part in parts]}
+
+
+def _converted_part(part: Any, named: str, room: Room) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in NAMES_A_SOURCE:
+        raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
+    if kind != "image_url":
+        return part
+    room.images -= 1
+    if room.images < 0:
+        raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
+    image = _opened(_url_of(part, named), named)
+    if max(image.size) > LONGEST_SIDE * min(image.size):
+        raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
+    room.pixels -= image.width * image.height
+    if room.pixels < 0:
+        raise ApiError(400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages")
+    return {"type": "image", "image": _read(image, named)}
 
 
 def _url_of(part: Mapping[str, Any], named: str) -> str:

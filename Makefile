@@ -101,6 +101,8 @@ lint: $(STAMP) ## ruff, formatting, types
 	@$(BIN)/ruff format --check $(LINT)
 	@echo "==> mypy --strict (the first run takes a minute)"
 	@$(BIN)/python -m mypy
+	@echo "==> mypy of runs/ (names, attributes and calls)"
+	@$(BIN)/python -m mypy --config-file runs/mypy.ini
 
 check: lint test ## lint, types and every test: what must pass before a branch is merged
 

@@ -43,7 +43,7 @@ def attention_rows(lab: Lab, context: int) -> Record:
             turn = iter(range(10**9))
             try:
                 ms = elapsed_ms(lambda: attend(*stores[next(turn) % layers]), device, lab.plan.repeats)  # noqa: B023 - called at once
-                error = _error(attend(*stores[0]), _exact(q, *stores[0], context))
+                error = _error(attend(*stores[0]), _exact(q, stores[0][0], stores[0][1], context))
             except RuntimeError as reason:
                 rows.append({"nodes": nodes, "slots": W, "by": name, "us": None, "why": str(reason).splitlines()[0][:60]})
                 continue

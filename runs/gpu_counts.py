@@ -102,8 +102,13 @@ class Counts:
         def line(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
             return {stage: round(a[stage] + step * (b[stage] - a[stage])) for stage in a}
 
-        both = ((self.launches, more.launches), (self.products, more.products), (self.bytes, more.bytes))
-        return Counts(layers, *(line(*pair) for pair in both), faults=tuple(dict.fromkeys((*self.faults, *more.faults))))
+        return Counts(
+            layers,
+            launches=line(self.launches, more.launches),
+            products=line(self.products, more.products),
+            bytes=line(self.bytes, more.bytes),
+            faults=tuple(dict.fromkeys((*self.faults, *more.faults))),
+        )
 
 
 CASES = [

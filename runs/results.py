@@ -194,6 +194,8 @@ def speed() -> str:
         "speed": "Intel Xeon with AMX: embedded model, T = 0",
         "speed_t1": "Intel Xeon with AMX: embedded model, T = 1",
         "speed_nestling": "Intel Xeon with AMX: nestling (28M parameters, published in bfloat16), T = 0",
+        "speed_today": "The same kind of Xeon at two thirds of its speed: embedded model with today's EAGLE-3 head, T = 0",
+        "speed_today_t1": "The same hours and head, T = 1",
         "speed_vnni": "Xeon at 2.5 GHz with AVX-512 VNNI, no AMX: embedded model, T = 0",
         "speed_vnni_t1": "The same machine: embedded model, T = 1",
         "speed_vnni_nestling": "The same machine: nestling, T = 0",
@@ -214,7 +216,16 @@ def speed() -> str:
         parts.append(f"### Cost of a pass: {title}\n\n{cost_tables(record(name))}")
     ratios = [
         [name, *(cell(auto_over_best(record(name), method)) for method in ("eagle3", "eagle2"))]
-        for name in ("speed", "speed_t1", "speed_nestling", "speed_int8", "speed_nestling_int8", "speed_nestling_int4")
+        for name in (
+            "speed",
+            "speed_t1",
+            "speed_today",
+            "speed_today_t1",
+            "speed_nestling",
+            "speed_int8",
+            "speed_nestling_int8",
+            "speed_nestling_int4",
+        )
     ]
     text_auto = prose("The best fixed tree is chosen on one half of the prompts and judged on the other.")
     parts.append(f"### `--tree auto` over the best fixed tree\n\n{text_auto}{table(['record', 'EAGLE-3', 'EAGLE-2'], ratios)}")

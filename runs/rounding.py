@@ -24,6 +24,7 @@ from eyas import kernels
 from eyas.api import LLM
 from eyas.core.tree import Tree
 from eyas.errors import OptionError
+from eyas.runners.cpu import CpuRunner
 
 FORMS = [("exact", "exact"), ("bfloat16", "exact"), ("bfloat16", "bfloat16")]
 FORMS += [(weights, activations) for weights in ("int8", "int4") for activations in ("exact", "int16", "int8")]
@@ -60,7 +61,8 @@ def main() -> None:
             print("activations bfloat16: left out, this CPU has no AVX-512 BF16", flush=True)
             continue
         llm = eyas.load(args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations)
-        if not llm.target.by_kernels:
+        runner = llm.target.run
+        if not isinstance(runner, CpuRunner):
             raise OptionError("only the compiled kernels round numbers, and they do not run this model: `eyas doctor` says why")
         asked = texts(llm, args.chats, args.limit, args.length, args.given)
         found = [read(llm, ids, args.given) for ids in track(asked, f"weights {weights}, activations {activations}")]
@@ -71,7 +73,7 @@ def main() -> None:
             {
                 "weights": weights,
                 "activations": activations,
-                "bytes": llm.target.run.bytes,
+                "bytes": runner.bytes,
                 "tokens": sum(counts),
                 "perplexity": round(math.exp(sum(nats) / sum(counts)), 3),
                 "over_exact": interval(perplexity_ratio, nats, [total for total, _ in exact], counts),

@@ -125,7 +125,7 @@ def costs(base: LLM) -> dict[str, Any]:
             for weight in other.parameters():
                 weight.copy_(weight.to(getattr(torch, form)).float())
         found[f"kernels, {form} weights (random), by nodes"] = verify_cost(runners.prepared(Target(other)))
-    exact = target.by_kernels and target.run.form.exact
+    exact = target.run.name == "kernels" and target.run.form.exact
     forms = [("bfloat16", "bfloat16")] if exact and kernels.has_avx512_bf16() else []
     forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.has_vnni() else []
     for weights, activations in forms:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig
 import processes
 import toy_tokenizer
 import zoo
-from eyas import cli
+from eyas import cli, kernels
 from eyas.cli._app import parse
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
@@ -180,6 +180,25 @@ def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row["equal"] for row in record["table"].values()} == {"1 of 1"}
     speed.main(["--table", str(output)])
     assert "| eagle2 8/4/2 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other half of `make bench`: every target whose passes it times is built; only the timing itself is left out."""
+    speed, timed = command("speed"), list[Target]()
+
+    def verify_cost(target: Target, context: int = 0, nodes: tuple[int, ...] = (1, 8)) -> list[dict[str, float]]:
+        timed.append(target)
+        return [{"nodes": n, "ms": 1.0} for n in nodes]
+
+    monkeypatch.setattr(speed, "verify_cost", verify_cost)
+    base = speed.eyas.load(method="vanilla")
+    curves = speed.costs(base)
+    assert {target.run.name for target in timed} == ({"model", "kernels"} if kernels.available() else {"model"})
+    assert timed[1] is base.target
+    rounded = {target.run.form for target in timed if not target.run.form.exact}
+    assert len(rounded) == (kernels.has_avx512_bf16() + 3 * kernels.has_vnni() if kernels.available() else 0)
+    assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ OPTIONS = {
     "dspark": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 5, "head.markov_rank": 8, "stop": 0.3},
     "eagle2": TREE,
     "mtp": TREE,
+    "gemma4_assistant": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "peagle": {**TREE, "head.layers": "0,1,2", "head.depth": 2, "head.levels": 5},
     "self_speculative": {"skip": "1,2m", "depth": 3},

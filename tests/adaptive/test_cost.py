@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "eyas"
 
 
-GROWING = ("dflash", "dspark", "eagle2", "eagle3", "hydra", "medusa", "mtp", "peagle", "seagle")
+GROWING = ("dflash", "dspark", "eagle2", "eagle3", "gemma4_assistant", "hydra", "medusa", "mtp", "peagle", "seagle")
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:

@@ -23,7 +23,7 @@ from eyas.errors import EyasError, FitError, InputError, ModelError
 from reference import plain_decode
 from test_lossless import DRAWN, make
 
-POISON = 77
+POISON = 33
 PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40), (60, 61, 62))
 
 

@@ -208,14 +208,16 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
     target, session = drafter.target, drafter.open(1)
     context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
     session.begin(0, 0, context)
-    target.open(1, drafter.feature_layers).prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
+    opened = target.open(1, drafter.feature_layers)
+    opened.prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
     position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
 
     def cycle(shape: Shape) -> float:
         nonlocal position
         noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
         tokens_1 = 7 % target.vocab_size * one_1
-        cycle_input = CycleInput(tokens_1, at_1, one_1 > 0, sampling, noise, position, active_rows=(0,), tree_shape=shape)
+        about: dict[str, Any] = {"active_rows": (0,), "target_cache": opened.cache, "tree_shape": shape}
+        cycle_input = CycleInput(tokens_1, at_1, one_1 > 0, sampling, noise, position, **about)
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
         (draft,) = drafts

@@ -23,7 +23,8 @@ _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddi
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these are the tensors of a whole model."""
     inner = any(_LAYER.match(name) for name in names)
-    return inner and any(name.endswith(_TABLES) for name in names) and "model_type" in config and "medusa_num_heads" not in config
+    other = "medusa_num_heads" in config or "backbone_hidden_size" in config  # heads of another format, with such layers
+    return inner and any(name.endswith(_TABLES) for name in names) and "model_type" in config and not other
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

@@ -203,6 +203,11 @@ class KVCache(Cache):
         key, value = (self._stores[shape][entry, span] for shape, entry in self._place[layer])
         return key, value
 
+    def committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, W, width] of one layer in all rows: the first W = `width` slots, or all if there are fewer."""
+        key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._place[layer])
+        return key, value
+
     def stores_of(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
         return layer in self._place

@@ -142,7 +142,7 @@ class Decoder:
             self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
         if self._settings is None:
             self._settings = RowSettings.of(self.rows, self.model)
-        roots = cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths))
+        roots = cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths), self.target.cache)
         cycle = self.cycle(roots, timer)
         self._roots_B = cycle.verdict.bonus_B
         return _Launched(roots, cycle, tuple(self.rows))
@@ -154,7 +154,7 @@ class Decoder:
         if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
             return None
         bonus_B, farthest = last.cycle.verdict.bonus_B, max(self.target.lengths) + longest
-        roots = cycle_input(self.rows, self._settings, bonus_B, self.target.length_B, farthest)
+        roots = cycle_input(self.rows, self._settings, bonus_B, self.target.length_B, farthest, self.target.cache)
         if (cycle := self.cycle.ahead(roots, timer)) is None:
             return None
         self._roots_B = cycle.verdict.bonus_B

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
+from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
@@ -48,4 +49,5 @@ class CycleInput:
     constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
     trace: bool = False  # whether scores or logits are read after the cycle
+    target_cache: KVCache | None = None  # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

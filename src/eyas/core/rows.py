@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
+from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint, GuardedConstraint
 from eyas.core.cycle import Cycle, verified
 from eyas.core.drafter import CycleInput
@@ -170,7 +171,14 @@ class RowSettings:
         )
 
 
-def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Tensor, position_B: Tensor, max_position: int) -> CycleInput:
+def cycle_input(
+    rows: Sequence[Row | None],
+    settings: RowSettings,
+    tokens_B: Tensor,
+    position_B: Tensor,
+    max_position: int,
+    target_cache: KVCache | None = None,
+) -> CycleInput:
     """The input of the cycle whose roots are `tokens_B` at `position_B`."""
     return CycleInput(
         tokens_B=tokens_B,
@@ -190,6 +198,7 @@ def cycle_input(rows: Sequence[Row | None], settings: RowSettings, tokens_B: Ten
         constraints=settings.constraints,
         logprobs=settings.logprobs,
         trace=settings.trace,
+        target_cache=target_cache,
     )
 
 

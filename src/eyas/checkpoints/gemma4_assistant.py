@@ -1,0 +1,47 @@
+"""Gemma 4's assistants as Google publishes them, with config.json and tensors unchanged.
+
+    config.json     model_type gemma4_assistant or gemma4_unified_assistant; text_config (that of a Gemma 4 whose layers all share keys),
+                    backbone_hidden_size, use_ordered_embeddings, num_centroids, centroid_intermediate_top_k
+    tensors         model.layers.{i}.* without k_proj, v_proj, k_norm and v_norm (left out here if they are there), model.norm,
+                    model.embed_tokens, pre_projection, post_projection, lm_head unless tied; with use_ordered_embeddings
+                    masked_embedding.centroids.weight and masked_embedding.token_ordering
+
+Our config is theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from eyas.checkpoints._llama import count, mapping
+from eyas.checkpoints._weights import refuse_dtypes
+from eyas.errors import CheckpointError
+
+__all__ = ["METHODS", "read", "recognises"]
+
+METHODS: tuple[str, ...] = ()  # eyas trains none, and so writes none
+
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_ORDER = "masked_embedding.token_ordering"
+_OWN_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether config.json is an assistant's."""
+    return config.get("model_type") in MODEL_TYPES
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors unchanged, without weights that no layer uses."""
+    if not mapping(config, "text_config"):
+        raise CheckpointError("config.json of an assistant has no text_config")
+    count(config, "backbone_hidden_size")
+    refuse_dtypes(tensors, but=[_ORDER])
+    order_V = tensors.get(_ORDER)
+    if order_V is not None and (order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))):
+        raise CheckpointError(f"{_ORDER} is no order of the tokens: each token id has to be there once")
+    return "gemma4_assistant", dict(config), {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)}

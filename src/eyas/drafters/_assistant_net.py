@@ -1,0 +1,227 @@
+"""The net of `gemma4_assistant`: a small Gemma 4 whose layers have no keys and values of their own.
+
+    [embedding of the token by the target, hidden of the token before] -> pre_projection -> layers, each of which attends to the keys and
+    values of the target's last layer of its kind -> norm -> `hidden` -> LM head, of all tokens or of those in the most likely clusters
+                                                                    -> post_projection -> the hidden that the next step reads
+
+The layers are transformers' own. This module knows no session.
+
+Letters: B rows, Q nodes, D hidden of the target, d hidden of the assistant, W slots, V vocabulary, C clusters, c clusters in use, M tokens
+of a cluster, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eyas.checkpoints import Weights, expect
+from eyas.core.target import Target
+from eyas.drafters._nets import init_matrices, placed, seeded
+from eyas.errors import CheckpointError, ModelError
+
+__all__ = ["FULL", "SLIDING", "Net", "Seen", "load_net", "random_net", "source_layers"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Seen(NamedTuple):
+    """What the layers of one kind attend to."""
+
+    key_BHWw: Tensor
+    value_BHWw: Tensor
+    mask_B1QW: Tensor  # additive
+
+
+class Net(nn.Module):
+    """An assistant; the names of its weights are the published ones.
+
+    Args:
+        config: of the assistant, as published.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.text = _text_config(config["text_config"])
+        self.model: Any = _model_class()(self.text)
+        width, vocab, target_width = self.text.hidden_size, self.text.vocab_size, int(config["backbone_hidden_size"])
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.tied = bool(config.get("tie_word_embeddings", True))
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.pre_projection = nn.Linear(2 * target_width, width, bias=False)
+        self.post_projection = nn.Linear(width, target_width, bias=False)
+        self.masked_embedding = _Clusters(config, width, vocab) if config.get("use_ordered_embeddings") else None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of attention of its layers."""
+        return tuple(self.text.layer_types)
+
+    def forward(self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, Seen]) -> Tensor:
+        """`hidden` [B, Q, d] of nodes with these tokens.
+
+        Args:
+            hidden_BQD: the target's feature of the token before, or `onward` of the parent's hidden.
+            seen: by kind of attention.
+        """
+        output = self.model(
+            inputs_embeds=self.pre_projection(torch.cat([embeddings_BQD, hidden_BQD], dim=-1)),
+            position_ids=position_BQ,
+            attention_mask={kind: each.mask_B1QW for kind, each in seen.items()},
+            shared_kv_states={kind: (each.key_BHWw, each.value_BHWw) for kind, each in seen.items()},
+            use_cache=False,
+            logits_to_keep=position_BQ,  # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it reads nothing
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> [..., D], which the net reads at a node's children."""
+        onward: Tensor = self.post_projection(hidden)
+        return onward
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> logits [..., V]; -inf outside the most likely clusters."""
+        logits: Tensor = self.lm_head(hidden) if self.masked_embedding is None else self.masked_embedding(hidden, self.lm_head.weight)
+        return logits
+
+    def placed_for(self, target: Target) -> Net:
+        """The net on the target's device, in its dtype; angles stay float32."""
+        placed(self, target)
+        rotary: Any = type(self.model.rotary_emb)
+        with target.device:
+            self.model.rotary_emb = rotary(self.text)
+        return self
+
+
+class _Clusters(nn.Module):
+    """The LM head over the tokens of the most likely clusters only."""
+
+    token_ordering: Tensor
+
+    def __init__(self, config: Mapping[str, Any], width: int, vocab: int) -> None:
+        super().__init__()
+        clusters, self.used = int(config["num_centroids"]), int(config["centroid_intermediate_top_k"])
+        if clusters < 1 or vocab % clusters or not 1 <= self.used <= clusters:
+            raise CheckpointError(
+                f"{clusters} clusters, of which {self.used} are used, do not divide a vocabulary of {vocab}: is config.json damaged?"
+            )
+        self.centroids = nn.Linear(width, clusters, bias=False)
+        self.register_buffer("token_ordering", torch.arange(vocab))
+
+    def forward(self, hidden: Tensor, weight_Vd: Tensor) -> Tensor:
+        """[..., d] -> logits [..., V]."""
+        tokens_CM = self.token_ordering.view(self.centroids.out_features, -1)
+        tokens = tokens_CM[self.centroids(hidden).topk(self.used).indices].flatten(-2)  # [..., c M]
+        found = (weight_Vd[tokens] @ hidden[..., None])[..., 0]
+        return found.new_full((*hidden.shape[:-1], len(weight_Vd)), -math.inf).scatter(-1, tokens, found)
+
+
+def source_layers(target: Target) -> dict[str, int]:
+    """Kind of attention -> the target's last layer of that kind with keys and values of its own.
+
+    Raises:
+        ModelError: no layer has keys and values of one size.
+    """
+    config: Any = target.model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [FULL] * len(target.layout)
+    layers = {kind: k for k, (kind, sizes) in enumerate(zip(kinds, target.layout, strict=False)) if sizes and sizes[1] == sizes[2]}
+    if not layers:
+        raise ModelError(f"a {target.family.model_type} has no layers whose keys an assistant could read: choose another method")
+    return layers
+
+
+def load_net(weights: Weights, target: Target) -> Net:
+    """The net of a published assistant; CheckpointError if it does not fit the target."""
+    config, source = weights.config, weights.source
+    text = config["text_config"]
+    pairs = {"hidden size": (config["backbone_hidden_size"], target.hidden_size)}
+    pairs["vocabulary size"] = (text.get("vocab_size"), target.vocab_size)
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            raise CheckpointError(
+                f"{source}: the assistant is for a target of {name} {theirs}, and this target's is {ours}: another model's?"
+            )
+    try:
+        with seeded(0, torch.device("cpu")):
+            net = Net(config)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise CheckpointError(
+            f"{source}: transformers makes no assistant from its config.json ({type(error).__name__}: {reason})"
+        ) from error
+    _check_layers(net, target, source)
+    tied = {"lm_head.weight"} if net.tied else set()
+    expect(weights, {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}, tied)
+    net.load_state_dict(weights.tensors, strict=False)  # `expect` has named every difference but a tied lm_head
+    return net.placed_for(target)
+
+
+def _check_layers(net: Net, target: Target, source: str) -> None:
+    """CheckpointError unless each layer finds keys of its size in the target."""
+    layers = source_layers(target)
+    for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
+        if kind not in layers:
+            raise CheckpointError(f"{source}: layer {number} reads keys of {kind}, and no layer of the target has such: another model's?")
+        sizes = target.layout[layers[kind]]
+        assert sizes is not None
+        attention = layer.self_attn
+        heads = net.text.num_attention_heads // attention.num_key_value_groups
+        if (heads, attention.head_dim) != sizes[:2]:
+            raise CheckpointError(
+                f"{source}: layer {number} reads {heads} heads of {attention.head_dim} numbers, the target's {kind} has {sizes[0]} of "
+                f"{sizes[1]}: it was made for another model"
+            )
+
+
+def random_net(target: Target, seed: int) -> Net:
+    """An assistant with random weights, a layer for each kind of attention that it knows: sliding windows, and everything else."""
+    layers = source_layers(target)
+    full = layers.get(FULL, max(layers.values()))
+    window = target.family.window if SLIDING in layers and layers[SLIDING] != full else None
+    (heads, size, _), (near_heads, near_size, _) = (target.layout[k] for k in (full, layers[SLIDING] if window else full))  # type: ignore[misc]
+    config: Any = target.model.config.get_text_config(decoder=True)
+    sizes = {
+        "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0,
+        "num_hidden_layers": 2 if window else 1, "layer_types": [SLIDING, FULL] if window else [FULL], "sliding_window": window or 1,
+        "num_attention_heads": math.lcm(heads, near_heads), "head_dim": near_size, "global_head_dim": size,
+        "num_key_value_heads": near_heads, "num_global_key_value_heads": heads, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "max_position_embeddings": target.context,
+    }  # fmt: skip
+    if config.model_type.startswith("gemma4"):
+        sizes["rope_parameters"] = config.rope_parameters
+    with seeded(seed, target.device):
+        net = Net({"text_config": sizes, "backbone_hidden_size": target.hidden_size})
+        init_matrices(net)
+    return net.placed_for(target)
+
+
+def _model_class() -> Any:
+    try:
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+    except ImportError as error:
+        raise ModelError("this version of transformers has no Gemma 4: install a newer one, or choose another method") from error
+    return Gemma4TextModel
+
+
+def _text_config(values: Mapping[str, Any]) -> Any:
+    """The configuration of a Gemma 4 in which all layers read keys of others.
+
+    transformers 5.23 refuses such a model, as no layer of it produces the keys (`kv_sharing_modes`).
+    """
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+    class AssistantTextConfig(Gemma4TextConfig):  # type: ignore[no-untyped-call]
+        @property
+        def kv_sharing_modes(self) -> list[str | None]:
+            return ["reuse"] * self.num_hidden_layers
+
+    given = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "num_kv_shared_layers")}
+    config = AssistantTextConfig(**given, num_kv_shared_layers=given["num_hidden_layers"])
+    config._attn_implementation = "sdpa"
+    return config

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,20 +30,26 @@ CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_interm
 @pytest.fixture
 def buildable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets transformers build its own class, which 5.23 refuses: no layer of an assistant produces keys (`kv_sharing_modes`)."""
-    config = pytest.importorskip("transformers.models.gemma4.configuration_gemma4").Gemma4TextConfig
-    if (published := getattr(config, "kv_sharing_modes", None)) is not None:
+    for config in (transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig):
+        published = config.kv_sharing_modes
 
-        def modes(self: Any) -> list[str | None]:
+        def modes(self: Any, published: Any = published) -> list[str | None]:
             shared, layers = self.num_kv_shared_layers, self.num_hidden_layers
             return ["reuse"] * layers if shared == layers else published.fget(self)
 
         monkeypatch.setattr(config, "kv_sharing_modes", property(modes))
 
 
+def unified() -> Any:
+    """A target of the family of the 12B."""
+    sizes = {"num_kv_shared_layers": 2, "head_dim": 12, "global_head_dim": 24, "sliding_window": zoo.WINDOW}
+    return zoo.tiny("gemma4_unified_text", layer_types=list(zoo.ALTERNATING), **sizes)
+
+
 def theirs(target: Target, **more: Any) -> Any:
     """transformers' own assistant for this target, with random weights: three layers, the window smaller than the target's."""
-    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
-
+    unified = "Unified" if "unified" in target.family.model_type else ""
+    config_class, model_class = (getattr(transformers, f"Gemma4{unified}Assistant{part}") for part in ("Config", "ForCausalLM"))
     text = {
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4, "head_dim": 12,
@@ -50,9 +57,10 @@ def theirs(target: Target, **more: Any) -> Any:
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
         "rope_parameters": target.model.config.rope_parameters,
     }  # fmt: skip
-    config = Gemma4AssistantConfig(text_config={**text, "model_type": "gemma4_text"}, backbone_hidden_size=target.hidden_size, **more)
+    text["model_type"] = target.family.model_type
+    config = config_class(text_config=text, backbone_hidden_size=target.hidden_size, **more)
     torch.manual_seed(3)
-    model = Gemma4AssistantForCausalLM(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, 0.2 if weight.ndim == 1 else 0.3)
@@ -79,11 +87,13 @@ def loaded(target: Target, folder: Path) -> gemma4_assistant.Method:
 
 
 @pytest.mark.usefixtures("buildable")
-@pytest.mark.parametrize("more", [{}, CLUSTERS], ids=["whole head", "clusters"])
-def test_the_published_net_is_transformers(more: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"), [("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4_unified", {})], ids=["whole head", "clusters", "unified"]
+)
+def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size, uncommitted slots seen, angles of
     another position, the second step reading the wrong hidden, clusters in another order."""
-    target = Target(zoo.FAMILIES["gemma4"]())
+    target = Target(zoo.FAMILIES[family]() if family in zoo.FAMILIES else unified())
     model = theirs(target, **more)
     made = loaded(target, published(model, tmp_path))
     prompt, root, child = list(range(3, 20)), 7, 11

@@ -12,6 +12,7 @@ of a cluster, H heads.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Net(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.text = _text_config(config["text_config"])
-        self.model: Any = _model_class()(self.text)
+        self.model: Any = _gemma4(_kind(config["text_config"]), "modeling")(self.text)
         width, vocab, target_width = self.text.hidden_size, self.text.vocab_size, int(config["backbone_hidden_size"])
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.tied = bool(config.get("tie_word_embeddings", True))
@@ -187,6 +188,7 @@ def random_net(target: Target, seed: int) -> Net:
     (heads, size, _), (near_heads, near_size, _) = (target.layout[k] for k in (full, layers[SLIDING] if window else full))  # type: ignore[misc]
     config: Any = target.model.config.get_text_config(decoder=True)
     sizes = {
+        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text",
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0,
         "num_hidden_layers": 2 if window else 1, "layer_types": [SLIDING, FULL] if window else [FULL], "sliding_window": window or 1,
         "num_attention_heads": math.lcm(heads, near_heads), "head_dim": near_size, "global_head_dim": size,
@@ -201,12 +203,15 @@ def random_net(target: Target, seed: int) -> Net:
     return net.placed_for(target)
 
 
-def _model_class() -> Any:
+def _gemma4(kind: str, part: str) -> Any:
+    """A class of transformers: `part` is "modeling" or "configuration", `kind` the model_type of the assistant's text_config."""
+    family = "gemma4_unified" if "unified" in kind else "gemma4"  # the 12B is of the second family
+    name = {"gemma4": "Gemma4Text", "gemma4_unified": "Gemma4UnifiedText"}[family]
     try:
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+        module = importlib.import_module(f"transformers.models.{family}.{part}_{family}")
     except ImportError as error:
-        raise ModelError("this version of transformers has no Gemma 4: install a newer one, or choose another method") from error
-    return Gemma4TextModel
+        raise ModelError(f"this version of transformers has no {family}: install a newer one, or choose another method") from error
+    return getattr(module, name + {"modeling": "Model", "configuration": "Config"}[part])
 
 
 def _text_config(values: Mapping[str, Any]) -> Any:
@@ -214,14 +219,14 @@ def _text_config(values: Mapping[str, Any]) -> Any:
 
     transformers 5.23 refuses such a model, as no layer of it produces the keys (`kv_sharing_modes`).
     """
-    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-
-    class AssistantTextConfig(Gemma4TextConfig):  # type: ignore[no-untyped-call]
-        @property
-        def kv_sharing_modes(self) -> list[str | None]:
-            return ["reuse"] * self.num_hidden_layers
-
+    published: Any = _gemma4(_kind(values), "configuration")
+    modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
+    assistant: Any = type(f"Assistant{published.__name__}", (published,), {"kv_sharing_modes": modes})
     given = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "num_kv_shared_layers")}
-    config = AssistantTextConfig(**given, num_kv_shared_layers=given["num_hidden_layers"])
+    config = assistant(**given, num_kv_shared_layers=given["num_hidden_layers"])
     config._attn_implementation = "sdpa"
     return config
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    return str(values.get("model_type", ""))

@@ -33,8 +33,19 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests begin first: with several processes, the end waits for none of them."""
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`quick` makes the other members slow; the longest tests begin first: with several processes, the end waits for none of them."""
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            member = item.name.partition("[")[2].removesuffix("]")
+            missing.setdefault(item.nodeid.partition("[")[0], set(quick.args)).discard(member)
+            if member not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    wrong = [f"{test}: quick names {', '.join(sorted(names))}, which it does not have" for test, names in missing.items() if names]
+    if wrong and not any("::" in argument for argument in config.args):  # there, members may have been left out
+        raise pytest.UsageError("\n".join(wrong))
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

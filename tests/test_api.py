@@ -111,6 +111,7 @@ def test_closing_a_stream_leaves_everything_usable(llm: LLM) -> None:
     assert llm.generate("Tell me", max_new_tokens=9).token_ids == plain(llm, "Tell me", 9)
 
 
+@pytest.mark.slow
 def test_stop_strings(llm: LLM) -> None:
     """Guards stops: text ends before the stop string, ids with the token that completes it."""
     whole = llm.generate("Stop now", max_new_tokens=40, temperature=1.0, seed=3)
@@ -124,6 +125,7 @@ def test_stop_strings(llm: LLM) -> None:
         assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
+@pytest.mark.slow
 def test_eos_is_in_the_ids_and_not_in_the_text(llm: LLM, target: Target) -> None:
     """Guards EOS from the configuration, as an int or a list."""
     ids = plain(llm, "Hello there", 20)
@@ -135,6 +137,7 @@ def test_eos_is_in_the_ids_and_not_in_the_text(llm: LLM, target: Target) -> None
     assert ending.generate("Hello there", max_new_tokens=20, ignore_eos=True).token_ids == ids
 
 
+@pytest.mark.slow
 def test_chat_keeps_the_conversation(llm: LLM) -> None:
     """Guards the kept row: every turn is answered as the whole conversation would be from scratch."""
     chat = llm.chat(system="Be brief.", max_new_tokens=12)
@@ -245,6 +248,7 @@ def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
         eyas.load(zoo.tiny("llama", vocab_size=200), folders[1])
 
 
+@pytest.mark.slow
 def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones, several rows, a broken-off stream."""
     monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 1 << 30)
@@ -273,6 +277,7 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
     assert len(made) == 1, "large caches are given back"
 
 
+@pytest.mark.slow
 def test_prompts_as_people_write_them(llm: LLM) -> None:
     """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention mask hides."""
     tokenizer, ids = llm.tokenizer, [20, 30, 40, 50]
@@ -303,6 +308,7 @@ def test_prompts_as_people_write_them(llm: LLM) -> None:
     assert llm.generate(parts, max_new_tokens=5).token_ids == plain(llm, whole, 5)
 
 
+@pytest.mark.slow
 def test_keywords_as_people_write_them(llm: LLM) -> None:
     """Guards None for a default, numpy numbers, one value where a list is expected, and what other libraries call the same."""
     ids, greedy = [20, 30, 40, 50], plain(llm, [20, 30, 40, 50], 6)
@@ -404,6 +410,7 @@ def test_loads_as_people_write_them(folders: tuple[Path, Path], llm: LLM) -> Non
         assert loaded.generate("Hello there", max_new_tokens=5).token_ids == plain(llm, "Hello there", 5)
 
 
+@pytest.mark.slow
 def test_signatures_and_reprs(llm: LLM) -> None:
     """Guards `help` and what an interactive session shows."""
     for function in (LLM.generate, LLM.stream, LLM.chat, eyas.api.Chat.send, eyas.api.Chat.stream):
@@ -437,6 +444,7 @@ def test_a_result_before_the_end(llm: LLM) -> None:
     assert stream.result().stats.tau == whole.stats.tau
 
 
+@pytest.mark.slow
 def test_streams_that_are_not_read(llm: LLM) -> None:
     """Guards streams that are dropped before, or while, they are read, and two at a time."""
     expected = plain(llm, "Tell me", 9)

@@ -100,6 +100,7 @@ def test_what_means_something_else_is_refused(given: dict[str, Any], reason: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_answers_by_objects() -> None:
     """The same ids as by keywords, `n` included; and a generation config means to `LLM.generate` what it means to `model.generate`."""
     model, ids = zoo.tiny("llama"), [5, 6, 7, 5, 6]

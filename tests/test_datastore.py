@@ -73,6 +73,7 @@ def ended(store: Datastore, rows: Sequence[Sequence[int]]) -> list[tuple[int, ..
     return [tuple(row[: row.index(store.separator)] if store.separator in row else row) for row in rows]
 
 
+@pytest.mark.quick("3-0")
 @pytest.mark.parametrize(("vocab", "shift"), [(3, 0), (12, 0), (12, 70_000)])
 def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> None:
     """Guards the bisections, the order of bytes, the ends of documents (nothing matches across them), both widths of a token."""

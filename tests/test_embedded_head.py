@@ -57,6 +57,7 @@ def test_no_head_is_trained_on_the_chats_that_judge_it(run: Any, tmp_path: Path,
     assert [prompt.messages[0]["content"] for prompt in found] == ["b", "c"]
 
 
+@pytest.mark.slow
 @needs_weights
 def test_a_narrowed_and_an_extended_head(run: Any, tmp_path: Path) -> None:
     """Guards that a head over frequent tokens keeps the rows of these, and that rows for all other tokens leave them as they are."""

@@ -178,6 +178,7 @@ def check_ids(name: str, folder: Path) -> None:
     assert name == "vanilla" or any(s.accepted for s in steps)
 
 
+@pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_chosen_trees_return_the_ids_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     """Guards "same seed, same ids" across samplings and ages in one batch. A near-tie within float32 would differ: odds 1e-4, seeded."""
@@ -192,6 +193,7 @@ def check_penalty() -> None:
     assert sum(s.accepted for s in steps) > 20
 
 
+@pytest.mark.slow
 def test_a_penalty_sees_what_was_drafted() -> None:
     """Guards the prefix of each node: a drafted token is penalised below itself, in the same cycle. Near-ties: odds 1e-4, seeded."""
     check_penalty()

@@ -84,6 +84,7 @@ def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, 
     assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.quick("no manifest")
 @needs
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "garbled manifest", "manifest of another kind"])
 def test_a_damaged_library_is_compiled_again(library: Path, compiler: Compiler, tmp_path: Path, damage: str) -> None:
@@ -134,6 +135,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick("crashes")
 @needs
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_compiler_that_does_not_work(kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,6 +56,7 @@ def check(family: str, drafter: Drafter, rows: int, answered: tuple[tuple[Reques
 QUICK = {"llama", "gemma2", "gpt2", "gpt_oss", "phi3"}  # each differs from the others in something
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.FAMILIES])
 def test_every_family_with_an_oracle(family: str) -> None:
     """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. Five requests share three rows, so rows
@@ -127,6 +128,7 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
         assert tokens == wanted, f"{rows} rows"
 
 
+@pytest.mark.quick("eagle3")
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
     """Guards commits of a real head at depth: where the net hands the feature through (fc = [0, 1], layer = 0) the draft repeats the last
@@ -149,6 +151,7 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
     assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
 def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
@@ -160,6 +163,7 @@ def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
     assert check("llama", fresh, 3, answered) > 1, "nothing was accepted"
 
 
+@pytest.mark.quick("chain-4")
 @pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])
 def test_eagle1_shapes(choices: str) -> None:
     """Guards static trees of other shapes."""
@@ -167,6 +171,7 @@ def test_eagle1_shapes(choices: str) -> None:
     check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
 
 
+@pytest.mark.quick("1-1-1")
 @pytest.mark.parametrize(("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)])
 def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
     """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
@@ -174,6 +179,7 @@ def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
     check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [1, 7])
 def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     """Guards the map from draft ids to the target's, and trees that are smaller than asked for because the vocabulary is."""
@@ -188,6 +194,7 @@ def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     assert {int(t) for draft in trees for t in draft.tokens_BN[0, 1:]} <= set(drafter.draft_ids_v.tolist())
 
 
+@pytest.mark.quick("eagle2-options1")
 @pytest.mark.parametrize(("method", "options"), [("eagle1", {}), ("eagle2", TREE), ("eagle3", OPTIONS["eagle3"])])
 def test_every_eagle_with_a_window(method: str, options: dict[str, object]) -> None:
     """Guards `--window.*` for each of them, at several rows of different ages."""

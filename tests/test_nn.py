@@ -50,6 +50,7 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("steps", [0, 3])
 def test_flex_attention_says_the_same(steps: int) -> None:

@@ -55,6 +55,7 @@ def imports(body: list[ast.stmt]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.slow
 def test_no_module_needs_a_system() -> None:
     """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it needs it."""
     asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in (ROOT / "src").rglob("*.py")}

@@ -53,6 +53,7 @@ def test_figures_of_an_engine(rows: Rows) -> None:
     assert "11 of 12, rounded | 2.00 [2.00, 2.00] |" in lines[2]
 
 
+@pytest.mark.slow
 def test_the_picture(rows: Rows, tmp_path: Path) -> None:
     """Bug: an engine without passes, or with rounded weights, that breaks the picture."""
     pytest.importorskip("matplotlib")

@@ -26,6 +26,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the first thing a newcomer copies."""

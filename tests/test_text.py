@@ -190,6 +190,7 @@ def test_text_survives(text: str, name: str) -> None:
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.lists(st.integers(0, 255), max_size=24), st.sampled_from(["byte_level", "llama", "gemma", "metaspace_bytes"]))
 @example([0xF0, 0x9F, 0x98], "llama")

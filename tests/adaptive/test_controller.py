@@ -28,6 +28,7 @@ def half(t: int) -> float:
     return 0.55
 
 
+@pytest.mark.quick("False-costs0", "True-costs2")
 @pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -> None:
@@ -39,6 +40,7 @@ def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -
     assert machine.share("draft", since=500) > 0, "it is never tried again"
 
 
+@pytest.mark.quick("costs1-0.1")
 @pytest.mark.parametrize("guesses", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
 def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs: Costs, guesses: float) -> None:
@@ -55,6 +57,7 @@ def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
     assert dear.share("draft", since=500) < 0.7 * cheap.share("draft", since=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
     """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay where plain decoding is faster."""
@@ -66,6 +69,7 @@ def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
     assert dear.speedup(500) > 0.98
 
 
+@pytest.mark.quick("costs0-1")
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
 def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
     """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head is never tried again."""
@@ -93,6 +97,7 @@ def test_a_fallback_that_turns_bad_and_good_again() -> None:
     assert machine.speedup(4000) > 0.9 * always.speedup()
 
 
+@pytest.mark.slow
 def test_the_head_is_compared_with_the_fallback_of_today() -> None:
     """Bug: the head stays dormant when the fallback has become worse, or is compared with what it once was. The head is good from
     cycle 200 on; the fallback is better until 1,500, then useless."""
@@ -102,6 +107,7 @@ def test_the_head_is_compared_with_the_fallback_of_today() -> None:
     assert machine.speedup(1700) > 0.9 * SimulatedMachine().run(controller(), 1500).speedup()
 
 
+@pytest.mark.quick("costs2")
 @pytest.mark.parametrize("costs", [FLAT, curve(0.0, 0.02), curve(0.1, 0.05), curve(0.05, 0.2)])
 def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
     """Bug: what is learnt leads to a worse tree than the best of a grid, or trials eat the gain."""
@@ -119,6 +125,7 @@ def test_a_head_that_pays_does_not_stay_dormant_by_bad_luck(seed: int) -> None:
     assert machine.share("draft") + machine.share("explore") > 0.9
 
 
+@pytest.mark.slow
 def test_it_returns_when_drafts_pay_again() -> None:
     """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle 300 to 800 only."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(controller(), 4000)
@@ -127,6 +134,7 @@ def test_it_returns_when_drafts_pay_again() -> None:
     assert machine.speedup(3000) > 0.9 * SimulatedMachine().run(controller(), 1000).speedup(500)
 
 
+@pytest.mark.slow
 def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
     """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never comes."""
     machine = SimulatedMachine(skill=useless).run(controller(), 12_000)
@@ -137,6 +145,7 @@ def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
     assert max(waits) < 4000
 
 
+@pytest.mark.quick("40")
 @pytest.mark.parametrize("hiccup", [5, 40, 200, 201, 203])
 def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
     """Bug: the machine holds one cycle up, and a good head becomes dormant, or a useless one drafts."""

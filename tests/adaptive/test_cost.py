@@ -75,6 +75,7 @@ def test_which_methods_have_a_spare(target: Target) -> None:
     assert auto(make("eagle2", target), fallback=False).fallback is None
 
 
+@pytest.mark.slow
 def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
     monkeypatch.setattr(cost, "REPEATS", 1)
@@ -84,6 +85,7 @@ def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPa
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 
 
+@pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("name", GROWING)
 def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a method cannot be measured, or what was measured is not whole."""
@@ -127,6 +129,7 @@ def test_measured_once(target: Target, cache: Path) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.quick("", "null", "extra", "nan", "foreign", "negative")
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "negative", "short", "nan", "foreign", "text", "empty", "extra"])
 def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path) -> None:
     """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is believed."""

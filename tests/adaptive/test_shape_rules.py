@@ -46,6 +46,7 @@ def by_its_place(world: ToyModels) -> Cut:
     return lambda start_B, draft: limited(draft, [2 if start % 2 else None for start in start_B.tolist()])
 
 
+@pytest.mark.quick("chain")
 @pytest.mark.parametrize("name", ["chain", "pair", "binary"])
 def test_a_limit_of_nodes_keeps_the_law(name: str) -> None:
     """Bug: `limited` looks at what was drawn. No odds: every event is weighed."""
@@ -54,6 +55,7 @@ def test_a_limit_of_nodes_keeps_the_law(name: str) -> None:
     check_exact(world, drawn_cycle(name, cut=by_its_place(world)), depth + 2, 2)
 
 
+@pytest.mark.quick("pair", "chain")
 @pytest.mark.parametrize("name", ["chain", "pair", "binary"])
 def test_a_rule_that_looks_at_drawn_tokens_is_biased_and_ours_is_not(name: str) -> None:
     """Bug: a policy, or a tree's pruning, that sees what was drawn in this cycle. No odds: every event is weighed."""

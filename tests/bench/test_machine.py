@@ -70,6 +70,7 @@ def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> No
     assert snapshot().all_seconds is None
 
 
+@pytest.mark.slow
 def test_a_snapshot_counts_us_and_our_children() -> None:
     """Bug: the work of a worker process counts as somebody else's, while it runs or after it has ended."""
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass\nprint(flush=True); input()"
@@ -87,6 +88,7 @@ def test_a_snapshot_counts_us_and_our_children() -> None:
     assert running.all_seconds - first.all_seconds >= 0.4
 
 
+@pytest.mark.slow
 def test_idle_time_and_waiting_are_not_work() -> None:
     """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
     cores = len(machine.cores())

@@ -69,6 +69,7 @@ def logits(head: Weights, target: Target) -> Tensor:
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])
 
 
+@pytest.mark.quick("peagle-speculators")
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_tiny_heads_come_back(method: str, name: str, tmp_path: Path, target: Target) -> None:
     """Guards against a tensor or a setting that an export loses, renames or moves by a layer: the engine would draft, and accept little."""
@@ -93,6 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("explicit layers-vllm")
 @pytest.mark.parametrize("name", [name for method, name in CASES if method == "eagle3" and name != "safeailab"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Target) -> None:
@@ -229,6 +231,9 @@ REFUSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(
+    "method", "ablation, vllm", "bias of fc, speculators", "biases of q, vllm", "biases of q, sglang", "embeddings as features"
+)
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_with_the_reason(case: str, tmp_path: Path, target: Target) -> None:
     """Guards against an export that the engine loads and computes otherwise: without an error there, and with almost no acceptance."""

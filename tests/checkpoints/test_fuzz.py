@@ -90,6 +90,7 @@ def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 100 < read < 2000
 
 
+@pytest.mark.quick("eagle1")
 def test_weights(head: Path) -> None:
     """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each safetensors file, in the header and behind
     it. A changed number cannot be noticed here (the embedded head's checksum is another test)."""
@@ -104,6 +105,7 @@ def test_weights(head: Path) -> None:
         assert outcome(head) is None
 
 
+@pytest.mark.quick("eagle1-nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_none(head: Path, value: float) -> None:
     """Bug: a head full of NaN was loaded, and drafted nonsense without a word."""

@@ -29,6 +29,7 @@ SMALL = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 # --- help ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_help_and_version_do_not_import_torch() -> None:
     """`eyas --help` must not take as long as loading a model."""
     for flag in ("--help", "--version"):
@@ -42,6 +43,7 @@ print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
         assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_are_the_files(run: Run) -> None:
     assert set(names()) == {
         "bench",
@@ -67,6 +69,7 @@ def test_the_commands_are_the_files(run: Run) -> None:
     assert run("--version").output == f"eyas {eyas.__version__}\n"
 
 
+@pytest.mark.quick("push", "export", "datastore build")
 @pytest.mark.parametrize("name", [*names(), "datastore build"])
 def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
     """The help of every command describes every option, those of methods and of the training's config included. A line of a
@@ -80,6 +83,7 @@ def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
     assert not silent
 
 
+@pytest.mark.slow
 def test_help_of_generate(run: Run) -> None:
     """All options of the design in panels; those of methods only where they are asked for, with their defaults."""
     shown = run("generate", "--help").output
@@ -135,6 +139,7 @@ class Method(Vanilla):
 '''
 
 
+@pytest.mark.slow
 def test_a_method_of_the_users_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dotted path brings its own flags."""
     (tmp_path / "own").mkdir()
@@ -163,6 +168,7 @@ def test_methods(run: Run) -> None:
     assert all(name in shown for name in drafters.names())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_doctor_when_all_is_well(run: Run) -> None:
     result = run("doctor", "--json")
@@ -179,6 +185,7 @@ def test_doctor_when_all_is_well(run: Run) -> None:
     assert "all is well" in shown.output
 
 
+@pytest.mark.slow
 def test_doctor_without_kernels(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asked the kernels for AMX before it asked whether they are there, and ended in a traceback."""
     from eyas import kernels
@@ -216,6 +223,7 @@ def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch
     assert ["embedded", None, tiny.MISSING] in [[check["topic"], check["good"], check["what"]] for check in found["checks"]]
 
 
+@pytest.mark.quick("[]")
 @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])
 def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: str) -> None:
     """A list of checksums that is no object ended in a traceback; an empty one was taken for a good one."""
@@ -225,6 +233,7 @@ def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: 
     assert any("checksums.json" in problem for problem in json.loads(result.stdout)["problems"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="the weights of the embedded model and its head are not in this tree")
 def test_the_shipped_model_is_intact(run: Run) -> None:
     result = run("doctor")
@@ -236,6 +245,7 @@ def test_the_shipped_model_is_intact(run: Run) -> None:
 CHAT = ("chat", "--target", "llama", "--draft", "head", *SMALL, "--max-new-tokens", 12)
 
 
+@pytest.mark.slow
 def test_chat_from_a_pipe(run: Run, world: Path) -> None:
     """Answers on stdout, everything else on stderr; the conversation goes on from turn to turn, and /reset forgets it."""
     llm = eyas.load(world / "llama")
@@ -248,6 +258,7 @@ def test_chat_from_a_pipe(run: Run, world: Path) -> None:
     assert "the conversation is forgotten" in result.stderr
 
 
+@pytest.mark.slow
 def test_chat_colours_what_was_drafted(run: Run) -> None:
     """A random head seldom guesses right, but with 30 guesses in 100 tokens it does (seeded; asserted), and only that is green."""
     wide = ("--tree.nodes", 31, "--tree.branch", 30, "--tree.depth", 1)
@@ -263,6 +274,7 @@ def test_chat_colours_what_was_drafted(run: Run) -> None:
     assert len("".join(green)) == pytest.approx(99 - cycles, abs=1.5)  # tokens are characters; tau has two digits
 
 
+@pytest.mark.slow
 def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
     """A message that does not fit is refused by name and leaves no trace in the conversation."""
     result = run(*CHAT, stdin=f"hello\n{'x' * 600}\n/nonsense\nmore\n/help\n")
@@ -311,6 +323,7 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     assert re.search(r"nodes 7, depth 4, branch \d", result.stdout), "what the user chose goes over the demo's own tree"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two panels, live; and an interrupt shows the table of what was finished."""
@@ -345,6 +358,7 @@ def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert "4 prompts were left out: this machine is slow or busy" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine flattered us: what has many small operations suffers most, and that is transformers."""

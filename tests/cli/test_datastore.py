@@ -77,6 +77,7 @@ def test_ctrl_c_keeps_what_was_read(run: Run, chats: Path, novel: Path, tmp_path
     assert "reading" not in again.stderr
 
 
+@pytest.mark.slow
 def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: Path, world: Path) -> None:
     """One line and status 2 for everything that a user may get wrong."""
     build = ("datastore", "build", "--target", "llama", "--output", tmp_path / "store")

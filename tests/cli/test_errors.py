@@ -105,6 +105,7 @@ def test_usage_errors_point_to_help(refused: Run) -> None:
 # --- heads and targets -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("size0-hidden size is 32, the target's 48")
 @pytest.mark.parametrize(
     ("size", "words"),
     [
@@ -137,6 +138,7 @@ def test_missing_and_extra_tensors_are_named(refused: Run, head: Path) -> None:
         assert part in said
 
 
+@pytest.mark.slow
 def test_broken_files_of_a_head(refused: Run, head: Path) -> None:
     weights = head / "model.safetensors"
     whole = weights.read_bytes()
@@ -186,6 +188,7 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "in.jsonl"
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_opened(refused: Run, prompts: Path, tmp_path: Path) -> None:
     assert f"the folder '{tmp_path}/none' does not exist" in refused(
         *GENERATE, "--input", prompts, "--output", tmp_path / "none" / "o.jsonl"
@@ -215,6 +218,7 @@ def test_no_space_left(refused: Run, prompts: Path) -> None:
     assert "run the same command again" in said
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_keeps_whole_lines(run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third result fits only by half: the half must go, and the next run must do it again."""
     output = tmp_path / "o.jsonl"

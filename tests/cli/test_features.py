@@ -74,6 +74,7 @@ def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...],
     assert disk["features"]["layers"] == [0, 1, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """One of two machines: its part is said, trained from with a note, and the other part completes it without reading the data again."""
@@ -91,6 +92,7 @@ def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], t
     assert run(*command).stderr.count("\n") == 1  # nothing is left to do
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_whole_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put, calls = FeatureStore.write_shard, list[int]()
 
@@ -135,6 +137,7 @@ def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world
     assert not list((tmp_path / "store").glob(".*.tmp"))
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path) -> None:
     assert run(*command, "--part", "1/4").exit_code == 0
     changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
@@ -148,6 +151,7 @@ def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats
 # --- size ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_much_is_asked_for(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written before the answer; a script has to say --yes."""
     monkeypatch.setattr(features, "LARGE_GIB", 1e-5)
@@ -210,6 +214,7 @@ def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_pa
     assert all(arguments[1:4] == ["-m", "eyas", "features"] for arguments in told)
 
 
+@pytest.mark.slow
 def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """Killed, the first process cannot end the others: they must not go on unseen for days."""
     assert run(*command, "--part", "1/4").exit_code == 0
@@ -257,6 +262,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick("a part of nothing", "nothing to verify", "no data")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str) -> None:
     arguments, words = BAD[name]
@@ -267,6 +273,7 @@ def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str)
     assert words in last
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """By name: layers that are not there, other lengths, another tokenizer."""
     assert run(*command[:7], "--method", "eagle1", "--max-length", 64).exit_code == 0

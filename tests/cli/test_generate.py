@@ -29,6 +29,7 @@ Run = Callable[..., Any]
 # --- one prompt ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_has_the_promised_keys(answer: Run, world: Path) -> None:
     """Other programs read this object; a renamed key breaks them silently."""
     found = answer("hello", "--draft", "head", *TREE)
@@ -112,6 +113,7 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
     )
 
 
+@pytest.mark.slow
 def test_without_a_draft_it_says_so(run: Run) -> None:
     result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
     assert "no --draft: the text itself drafts (suffix)" in result.stderr
@@ -127,6 +129,7 @@ def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPa
     assert ["measuring passes and drafts" in run(*ask).stderr for _ in range(2)] == [True, False]
 
 
+@pytest.mark.slow
 def test_prompt_ids_need_no_tokenizer(run: Run, answer: Run) -> None:
     result = run("generate", "--target", "bare", "--prompt-ids", "1,20,30", "--max-new-tokens", 5, "--json")
     ids = json.loads(result.stdout.splitlines()[-1])["token_ids"]
@@ -161,6 +164,7 @@ def test_stops_and_length(answer: Run) -> None:
     assert answer("hello", "--repetition-penalty", 5)["token_ids"] != whole["token_ids"][:24]
 
 
+@pytest.mark.slow
 def test_a_head_of_another_target_is_noted(run: Run, world: Path, tmp_path: Path) -> None:
     config = json.loads((world / "head" / "config.json").read_text())
     config["eyas"]["target_fingerprint"] = "0123456789ab:9.001,9.002,9.003"
@@ -221,6 +225,7 @@ def test_results_to_stdout(run: Run, tmp_path: Path) -> None:
     assert [json.loads(line)["line"] for line in result.stdout.splitlines()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_resuming_does_not_repeat(run: Run, tmp_path: Path) -> None:
     """Lines that are there stay, byte for byte; half a line is done again; new lines are added."""
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -243,6 +248,7 @@ def test_resuming_does_not_repeat(run: Run, tmp_path: Path) -> None:
     assert output.read_text() == before
 
 
+@pytest.mark.slow
 def test_other_settings_are_noted_when_resuming(run: Run, tmp_path: Path) -> None:
     given, output = write(tmp_path / "in.jsonl", LINES[:1]), tmp_path / "out.jsonl"
     command = ("generate", "--target", "llama", "--max-new-tokens", 2, "--input", given, "--output", output)
@@ -283,6 +289,7 @@ def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> No
     assert "2 results, 14 bad" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -> None:
     """A user who names the wrong file as --output must not lose it."""
     given = write(tmp_path / "in.jsonl", LINES)
@@ -368,6 +375,7 @@ def test_interrupt_with_json_gives_what_there_is(run: Run) -> None:
 # --- the page of one answer ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
     """The file holds the same answer as stdout, and a tree for each cycle, whose accepted tokens are the answer's."""
     file = tmp_path / "view.html"

@@ -32,6 +32,7 @@ def messages(*paths: Path) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
 
 
+@pytest.mark.slow
 def test_images_as_an_option(run: Run, folder: Path) -> None:
     """Guards which images are read, in which order, with several answers too."""
     llm = eyas.load(folder / "llava", "suffix")
@@ -50,6 +51,7 @@ def test_images_as_an_option(run: Run, folder: Path) -> None:
     assert first["text"] in texts
 
 
+@pytest.mark.slow
 def test_images_in_a_file_of_prompts(run: Run, folder: Path) -> None:
     """Bug: only the token ids of these messages reached the engine, and the answers were about no image."""
     llm = eyas.load(folder / "llava", "suffix")
@@ -79,6 +81,7 @@ def test_what_is_refused(run: Run, folder: Path, arguments: tuple[str, ...], say
     assert says in found.stderr
 
 
+@pytest.mark.slow
 def test_models_of_text_alone(run: Run, folder: Path) -> None:
     found = run("generate", "--image", folder / "0.png", "What is this?")
     assert found.exit_code == 2

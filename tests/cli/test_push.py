@@ -82,6 +82,7 @@ def test_nothing_is_sent_without_yes(run: Run, hub: Hub, head: Path) -> None:
     assert "notes.txt" not in result.stdout
 
 
+@pytest.mark.slow
 def test_there_and_back(run: Run, hub: Hub, head: Path, answer: Callable[..., dict[str, Any]]) -> None:
     """Bugs: a file that is missing there; a head that a hub id does not load; a repository that is public against the user's will."""
     result = run("push", head, "me/head", "--yes", "--private", "--json")

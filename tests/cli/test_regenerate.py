@@ -40,6 +40,7 @@ def command(tmp_path: Path) -> tuple[object, ...]:
     return ("regenerate", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "own.jsonl", "--max-new-tokens", 8)
 
 
+@pytest.mark.slow
 def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """The output can be trained on; a head changes nothing of it; the last line reports the counts."""
     result = run(*command, "--json")
@@ -66,6 +67,7 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     assert run("train", "--target", "llama", "--data", other, "--output", tmp_path / "head", *sizes).exit_code == 0
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """Half a line at the end is repaired, copies of a line are one, and what comes out is what one run would have written."""
     output = tmp_path / "own.jsonl"
@@ -126,6 +128,7 @@ def test_ctrl_c_keeps_what_was_answered(run: Run, command: tuple[object, ...], t
     )
 
 
+@pytest.mark.slow
 def test_bad_lines_are_named_and_passed_over(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     data = write(tmp_path / "chat.jsonl", [CHATS[0], "{broken", {"messages": []}, talk("x" * 600, "y"), *["[1]"] * 3, CHATS[1]])
     result = run(*command)
@@ -141,6 +144,7 @@ def test_bad_lines_are_named_and_passed_over(run: Run, command: tuple[object, ..
     assert f"none of 2 lines can be answered; the first: {data}:1: not JSON" in none.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_cut_replies(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """Marked; or dropped, and then not tried again either."""
     marked = run(*command)
@@ -158,6 +162,7 @@ def test_cut_replies(run: Run, command: tuple[object, ...], tmp_path: Path) -> N
     assert "; 4 there before" in run(*dropping).stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     assert run(*command, "--limit", 1).exit_code == 0
     before = (tmp_path / "own.jsonl").read_text()
@@ -187,6 +192,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick("no rows", "no length", "no data")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str, tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("dear diary\n")

@@ -35,6 +35,7 @@ def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
     assert found[0]["plain"]["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_tune_for_people(run: Run) -> None:
     """Bug: a table that cannot be printed; the tree that pays most is not in it."""
     result = run("tune", "--target", "llama", "--draft", "head", "--tree.nodes", 9, "--tree.depth", 3, "--tree.branch", 2)

@@ -67,6 +67,7 @@ def asking(request: Request, adapter: str) -> Request:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in drafters.names()])
 def test_every_method_switches(name: str, target: Target, folders: dict[str, str]) -> None:
     """Guards the switch before each forward: decoders of several adapters, and of none, step in turns on one model, and each gives the
@@ -94,6 +95,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
     )
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged(kind: str, folders: dict[str, str]) -> None:
     """Guards merging: kernels run the merged weights, and the text is PEFT's own."""
@@ -115,6 +117,7 @@ def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> No
         eyas.load(tuned, weights="int8", tokenizer=False)
 
 
+@pytest.mark.slow
 def test_a_model_of_peft_is_used_as_it_is(folders: dict[str, str]) -> None:
     """Guards `eyas.load(peft_model)`: the adapter that was active answers, others answer by name, "base" without one."""
     tuned = peft.PeftModel.from_pretrained(zoo.FAMILIES["llama"](), folders["lora"], adapter_name="one").eval()
@@ -130,6 +133,7 @@ def test_a_model_of_peft_is_used_as_it_is(folders: dict[str, str]) -> None:
     assert list(llm.generate(ids, adapter="one", **asked).token_ids) == one
 
 
+@pytest.mark.slow
 def test_kept_text_of_another_adapter_is_not_used(target: Target, folders: dict[str, str]) -> None:
     """Guards prefixes: the same prompt under another adapter is read again, whole."""
     llm = eyas.LLM(target, make("suffix", target), None)
@@ -157,6 +161,7 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
     assert not plain.is_adapted_from(plain.fingerprint())
 
 
+@pytest.mark.slow
 def test_an_adapter_on_other_weights_than_the_fingerprints(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it was said to be the
     base model's, and features of the base model passed for those of the merged one."""

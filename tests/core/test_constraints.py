@@ -112,6 +112,7 @@ def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
     assert [ends[i + 1] for i in range(len(asked))] == ["stop"] * 6 + ["length"] * 3
 
 
+@pytest.mark.slow
 def test_paths_through_a_constraint_are_accepted() -> None:
     """Guards masks below the root, also before the request's length: an oracle's nodes, most of them forbidden, are accepted where they
     are right. Two methods in one tree agree."""
@@ -170,6 +171,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("eagle2-accept", "vanilla-mask", "vanilla-forced")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
@@ -190,6 +192,7 @@ def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
     assert [tuple(tokens[tickets[i]]) for i in (0, 2, 3)] == [answers()[7], answers()[1], answers()[8]]
 
 
+@pytest.mark.slow
 def test_nothing_left_is_said_only_where_it_matters() -> None:
     """Guards dead ends: the one that the text runs into fails the request; one at a node that is not taken fails nothing."""
     eos = frozenset({EOS})

@@ -248,6 +248,7 @@ def test_a_prompt_waits_while_all_sleep(waiting: int, read: list[tuple[int, int]
     assert found == read
 
 
+@pytest.mark.slow
 def test_chat_goes_on_after_a_nap(target: Target) -> None:
     """Bug: what a row missed when its answer ended is held to be known: a text index then lacks it, a head reads the wrong pairs."""
     for name in ("suffix", "eagle2", "small_model"):
@@ -280,6 +281,7 @@ class SmallerTrees(Policy):
         pass
 
 
+@pytest.mark.quick("small_model-3")
 @pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
 def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:
@@ -396,6 +398,7 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
     assert fallback.checked
 
 
+@pytest.mark.slow
 def test_rows_of_different_ages_by_turns(target: Target) -> None:
     """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain rows among the spare's get nodes."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)

@@ -63,6 +63,7 @@ def test_cycles_compute_active_rows_only(target: Target, rows_of_forwards: list[
     assert set(rows_of_forwards[2:]) == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_draft_model_computes_active_rows_only(target: Target) -> None:
     """Bug: the draft model goes on for rows that nobody uses."""
     seen: list[int] = []

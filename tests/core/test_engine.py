@@ -98,6 +98,7 @@ def test_prefix_reuse(target: Target, name: str) -> None:
     assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == conversation[len(PROMPT) :]
 
 
+@pytest.mark.slow
 def test_reuse_saves_the_work(target: Target) -> None:
     """Guards that reuse happens at all: a second turn forwards only what is new."""
     method = drafters.find("eagle2").random(target, seed=3)
@@ -124,6 +125,7 @@ def test_cancel_leaves_everything_usable(target: Target) -> None:
     assert run(decoder, [Request(PROMPT, 12)])[0][0] == plain_decode(target.model, Request(PROMPT, 12))
 
 
+@pytest.mark.slow
 def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
     """Guards the slow path: Hugging Face processors that look at the prefix give what generate gives."""
     ids = torch.tensor([PROMPT])
@@ -152,6 +154,7 @@ def test_own_penalty_equals_generate(target: Target) -> None:
         assert run(Decoder(target, method), [request])[0][0] == theirs
 
 
+@pytest.mark.quick("256")
 @pytest.mark.parametrize("length", [245, 248, 254, 255, 256])
 def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> None:
     """Guards the cache's edge: a commit writes as many slots as the deepest path could have, however few nodes were verified."""
@@ -162,6 +165,7 @@ def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> N
     assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
 
 
+@pytest.mark.quick("llama_dynamic")
 @pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])
 def test_up_to_the_last_position_of_the_context(family: str) -> None:
     """Guards the edge: tree nodes past the context must not index past a table of learned positions, nor reach the length at which dynamic

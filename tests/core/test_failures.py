@@ -144,6 +144,7 @@ class Now:
         return True
 
 
+@pytest.mark.slow
 def test_a_row_of_nan_in_two_methods_and_in_a_dormant_one(model: Any, healthy: list[tuple[Request, list[int]]]) -> None:
     """Guards the sessions that hold sessions: each is told that the row has failed."""
     target = Target(model)
@@ -160,6 +161,7 @@ def raises(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
+@pytest.mark.quick("sampling0-vanilla")
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)])
 def test_a_processor_that_raises(model: Any, healthy: list[tuple[Request, list[int]]], name: str, sampling: Sampling) -> None:
@@ -168,6 +170,7 @@ def test_a_processor_that_raises(model: Any, healthy: list[tuple[Request, list[i
     check_isolation(make(name, Target(model)), failing, InputError, "processor raises raised KeyError: 'no such\\nprefix'", healthy)
 
 
+@pytest.mark.slow
 def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]) -> None:
     """Guards the reading of text, which runs within the engine's step."""
 
@@ -178,6 +181,7 @@ def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]
     check_isolation(make("eagle2", Target(model)), failing, InputError, "stop raised RuntimeError: broken reader", healthy)
 
 
+@pytest.mark.slow
 def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
     """Guards losslessness: plain decoding never meets a prefix that is drafted and not taken, so what happens there fails nothing."""
     prompt, seed = (5, 9, 100, 3), Sampling(1.0, seed=1)

@@ -116,6 +116,7 @@ def tree_gap(model: PreTrainedModel, family: Family) -> float:
 
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 class TestServed:
+    @pytest.mark.quick("qwen3")
     def test_head(self, name: str) -> None:
         """A softcap or a logit scale forgotten: losslessness would not notice, only bad acceptance would."""
         assert head_gap(*served(name)) < 1e-5
@@ -149,6 +150,7 @@ class TestServed:
         """One mask where a dict is wanted, the window off by one, a window on the wrong layers."""
         assert plain_gap(*served(name)) < 1e-5
 
+    @pytest.mark.quick("phi3")
     def test_tree(self, name: str) -> None:
         """Positions or masks of a tree that the model does not follow, the window across the fork included."""
         assert tree_gap(*served(name)) < 1e-4
@@ -189,6 +191,7 @@ def test_facts(name: str) -> None:
     assert {fact: getattr(family, fact) for fact in plain} == plain | FACTS[name]
 
 
+@pytest.mark.quick("gemma4", "gemma2", "phi3", "mistral", "qwen2", "cohere2")
 @pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if "window" in FACTS[name]])
 def test_window_matters(name: str) -> None:
     """Guards the tests of masks: a window one too wide or one too narrow, or none, must show."""

@@ -59,6 +59,7 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
     return tuple((request, answer(family, request)) for request in made)
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_an_oracle(family: str) -> None:
     """Guards the states of nodes, their commits, and rows that join and leave: a state of another node or row changes some token. The
@@ -73,6 +74,7 @@ def test_every_family_with_an_oracle(family: str) -> None:
         assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), "paths must be accepted, or this test proves little"
 
 
+@pytest.mark.quick("mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_generate(family: str) -> None:
     """Guards plain decoding itself."""
@@ -93,6 +95,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.quick("suffix-lfm2")
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
     """Guards each method with rows of different ages, two at a time; where children are sampled, rows equal what they are alone."""
@@ -147,6 +150,7 @@ def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
 KEPT = [pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next")]
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", KEPT)
 def test_chats_keep_their_state(family: str) -> None:
     """A turn is read on from the end of the last answer, also where the accepted path went on behind its EOS; the ids are those of a new
@@ -171,6 +175,7 @@ def test_chats_keep_their_state(family: str) -> None:
     assert decoded(decoder, longer) == (answer(family, longer), len(other.prompt))
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", KEPT)
 def test_a_stream_that_is_closed_early(family: str) -> None:
     """Its text can be read on from where it was closed, and the other row does not notice."""
@@ -217,6 +222,7 @@ def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> Non
     assert [tuple(tokens[ticket]) for ticket in tickets] == [answer(family, request) for request in wanted]
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", ["lfm2", "jamba"])
 def test_n_answers_to_one_prompt(family: str) -> None:
     """Rows that are filled at the same moment from the same prompt."""
@@ -255,6 +261,7 @@ def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
         Target(broken)
 
 
+@pytest.mark.quick("falcon_h1-0-True")
 @pytest.mark.parametrize(
     ("family", "first", "last"), [("lfm2", 1, True), ("qwen3_next", 2, True), ("falcon_h1", 0, True), ("zaya", 3, False)]
 )

@@ -53,6 +53,7 @@ def answered() -> tuple[tuple[Request, list[int]], ...]:
     return tuple(made)
 
 
+@pytest.mark.slow
 def test_the_laws_matter() -> None:
     """The power of the tests below: without its law each text but one is another."""
     for request, answer in answered():

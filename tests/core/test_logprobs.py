@@ -66,6 +66,7 @@ def collected(steps: list[Step], ticket: int) -> list[TokenLogprobs]:
     return [entry for step in steps if step.request == ticket for entry in step.logprobs]
 
 
+@pytest.mark.quick("eagle3-model")
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kernels: bool) -> None:
@@ -84,6 +85,7 @@ def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kerne
         assert all(len(step.logprobs) == len(step.tokens) for step in steps if step.request == i + 1)
 
 
+@pytest.mark.slow
 def test_on_long_paths() -> None:
     """Guards the order along a path: an oracle's steps emit several tokens, which the request's length cuts."""
     for length in (1, 2, 3, 5, 8, 13):
@@ -109,6 +111,7 @@ def test_few_widths() -> None:
     assert width_for([None], 1000) is None
 
 
+@pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "suffix"])
 def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards replays: with and without log-probabilities, and other widths, each is a recording of its own; numbers are right."""
@@ -129,6 +132,7 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
 # --- prompts
 
 
+@pytest.mark.quick("None-kernels")
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("budget", [None, 5])
 def test_prompts(by_kernels: bool, budget: int | None) -> None:
@@ -162,6 +166,7 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- traces
 
 
+@pytest.mark.quick("eagle1-greedy", "vanilla-sampled")
 @pytest.mark.parametrize("law", LAWS[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "suffix", "lookahead", "merged"])
 def test_traces(name: str, law: Sampling) -> None:

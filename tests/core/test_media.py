@@ -64,6 +64,7 @@ def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**prompt, "pixel_values": -prompt["pixel_values"]}
 
 
+@pytest.mark.quick("llava")
 def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
     """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
     llm = eyas.load(target.model, method="vanilla", tokenizer=False)
@@ -100,6 +101,7 @@ def test_every_method(name: str, model: str) -> None:
     assert texts == expected
 
 
+@pytest.mark.quick("llava")
 def test_long_paths(kind: str, target: Target) -> None:
     """Guards trees behind images: paths of several nodes are accepted, with three rows."""
     requests = [asked(prompt_with_image(kind, seed, images=1 + seed % 2), (Sampling(), SEEDED)[seed % 2]) for seed in range(5)]
@@ -112,6 +114,7 @@ def test_long_paths(kind: str, target: Target) -> None:
     assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles)
 
 
+@pytest.mark.quick("llava")
 def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> None:
     """Guards against keys of another image: with the same ids, and after a text that only begins alike."""
     prompt, decoder = prompt_with_image(kind, 0), Decoder(target, make("vanilla", target), 2, reuse=True)
@@ -122,6 +125,7 @@ def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> N
     assert all(step.cached_tokens == 0 for step in steps if step.prefill)
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_from_a_folder(name: str, tmp_path: Path) -> None:
     """Guards types that are no causal language models to transformers' Auto class."""
@@ -142,6 +146,7 @@ def test_log_probabilities(kind: str, target: Target) -> None:
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in found[1:]]), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.quick("changes1-hides tokens: make it without padding")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -188,6 +193,7 @@ def test_models_of_text_alone() -> None:
         Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt))
 
 
+@pytest.mark.slow
 def test_messages_with_images(tmp_path: Path) -> None:
     """Guards the way of a user: an image on disk, or in memory, in a message. The ids are those of transformers by the same processor."""
     llm = eyas.load(with_processor(tmp_path / "llava"), "suffix")
@@ -205,6 +211,7 @@ def test_messages_with_images(tmp_path: Path) -> None:
     assert llm.generate("What is this?", max_new_tokens=4).text is not None
 
 
+@pytest.mark.quick("part2-only parts of text are read here")
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -226,6 +233,7 @@ def test_targets_without_a_processor() -> None:
         llm.generate([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], max_new_tokens=4)
 
 
+@pytest.mark.quick("qwen2_5_vl-True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_attached(kind: str, sampled: bool) -> None:
     """Guards transformers' own call with a processor's output. Sampled: eyas draws its own noise, so drafting is compared with none."""

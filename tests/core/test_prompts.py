@@ -84,6 +84,7 @@ def prompts_of(target: Target) -> list[Request]:
     return [Request(prompt, 20 - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
     """Bugs: a cycle of other rows overwrites what a session keeps of a row whose prompt is read half (its pending pair or tokens), or the
@@ -124,6 +125,7 @@ def shared_prompts(target: Target) -> list[Request]:
     return [Request(prompt, 18 - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:
     """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how many; a row that is
@@ -170,6 +172,7 @@ def test_the_least_useful_text_is_overwritten(target: Target) -> None:
     assert cached(texts[1]) == 0
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("reuse", [False, True])
 def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
     """Bugs: the row stays occupied, its text is held to be read whole, or rows that run are disturbed."""
@@ -206,6 +209,7 @@ def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
     hook.remove()
 
 
+@pytest.mark.slow
 def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
     """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short ones keep coming."""
     decoder, budget = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8), 8
@@ -262,6 +266,7 @@ class Clock(StageTimer):
         return Clock.now_
 
 
+@pytest.mark.slow
 def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or although no row runs."""
     Clock.widths = []

@@ -68,6 +68,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.quick("compressed-tensors W4A16-suffix")
 @pytest.mark.parametrize(("kind", "method"), cases())
 def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None:
     """Guards the passes over trees: the library's layers give a tree's nodes the numbers of single tokens, greedily and seeded."""
@@ -131,6 +132,7 @@ def test_the_probe_of_mixing_layers() -> None:
     assert Target(zoo.FAMILIES["llama"]()).quantised_by == ""
 
 
+@pytest.mark.slow
 def test_kernels_leave_quantised_layers_alone(models: Any) -> None:
     """Guards against kernels that would read packed weights as if they were the matrix."""
     model, _ = models("compressed-tensors W8A16")
@@ -164,6 +166,7 @@ def test_a_folder_just_works(tmp_path: Path) -> None:
     assert list(exact.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == expected
 
 
+@pytest.mark.slow
 def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) -> None:
     """Guards a single adapter: merged, it would be rounded as the weights are."""
     peft = pytest.importorskip("peft", reason="adapters need the extra peft")
@@ -185,6 +188,7 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
     assert not target.is_named(base_target.fingerprint())
 
 
+@pytest.mark.slow
 def test_a_head_of_the_plain_model(models: Any, tmp_path: Path) -> None:
     """Guards heads that were trained for the model before it was quantised: they draft, with a note, and the text is the quantised's."""
     checkpoints.save(make("eagle1", Target(zoo.tiny("llama", **SIZES))).weights(), tmp_path)
@@ -199,6 +203,7 @@ def test_a_head_of_the_plain_model(models: Any, tmp_path: Path) -> None:
         eyas.load(model, tmp_path / "its own", tokenizer=False)
 
 
+@pytest.mark.slow
 def test_gguf(tmp_path: Path) -> None:
     """Guards files in GGUF format: by path or by folder and name; the weights are plain, so kernels run them and text is exact."""
     write_gguf(tmp_path / "model.gguf")

@@ -70,6 +70,7 @@ def changed(text: Sequence[int], seed: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_ids_with_every_wish(name: str, target: Target) -> None:
     """Bugs: a session does not understand nodes that it has not drafted, a path deeper than its tree, or a cycle that it slept through;
@@ -104,6 +105,7 @@ def check_candidates(request: Request, steps: list[Step]) -> None:
         assert step.predicted <= step.accepted
 
 
+@pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", PARAMS)
 def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
     """Bugs: wrong tokens that a constraint calls forced are emitted; right ones are not accepted; those of one row come into another's."""
@@ -149,6 +151,7 @@ def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} <= {4, 7}
 
 
+@pytest.mark.slow
 def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
     """Bug: the head drafts a tree although the prediction is followed; or it has not read what came meanwhile. While it sleeps, cycles are
     labelled, and afterwards it drafts as if it had never slept (tests/core/test_dormant.py)."""
@@ -196,6 +199,7 @@ def test_a_prediction_finds_its_place_again() -> None:
     assert follow(Prediction(text, 16), [1, 2, 9, 10, 3]) == [[4, 11, 12, 13, 14]]
 
 
+@pytest.mark.slow
 def test_a_place_is_that_of_the_longest_match() -> None:
     """The definition, against a search through all places, for random texts over few tokens."""
     dice = random.Random(3)

@@ -341,6 +341,7 @@ def test_neighbours_are_independent(kind: str) -> None:
     assert stats.chisquare(torch.bincount(cell, minlength=256).numpy()).pvalue > 1e-6
 
 
+@pytest.mark.quick("positions")
 @pytest.mark.parametrize("across", ["positions", "seeds"])
 def test_draws_follow_the_law(across: str) -> None:
     """Guards Gumbel-max: frequencies of argmax(log p + noise) against p, with rare and impossible tokens. 80,000 draws, false alarm 1e-6.
@@ -359,6 +360,7 @@ def test_draws_follow_the_law(across: str) -> None:
     assert stats.chisquare(count_V[possible_V].numpy(), (p_V.double() / p_V.double().sum() * draws)[possible_V].numpy()).pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_pairs_of_draws_follow_the_product_law() -> None:
     """Guards draws at neighbouring positions of one seed, over seeds 0, 1, 2, ...: independent. 60,000 pairs, false alarm 1e-6."""
     p_V = torch.tensor([0.5, 0.25, 0.15, 0.1])

@@ -65,6 +65,7 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
         return decoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_long_paths(family: str) -> None:
     """Nodes behind branches are accepted, so that keys and values move."""
@@ -75,6 +76,7 @@ def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", slow([n for n in drafters.names() if n != "self_speculative"], ("eagle3", "suffix")))
 def test_every_method(name: str) -> None:
     """Greedy and sampled requests, in three rows that are used again."""
@@ -101,6 +103,7 @@ def swapped(device_map: Mapping[str, int]) -> dict[str, int]:
     return {name: 1 - place for name, place in device_map.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp", "medusa"])
 @pytest.mark.parametrize("kind", ["swapped", "by turns", "ends apart"])
 def test_any_map(name: str, kind: str) -> None:
@@ -171,6 +174,7 @@ def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
     return [tuple(chat.send(text).token_ids) for text in ("one two", "three")]
 
 
+@pytest.mark.slow
 def test_chats_and_generate() -> None:
     """A chat whose second turn goes on from kept keys and values, `custom_generate` and `attach` give the ids of one device."""
     whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)

@@ -17,6 +17,7 @@ def ids(count: int, seed: int = 0, vocab: int = 128) -> list[int]:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_features_of_any_layer(family: str) -> None:
     """Guards the hooks: k must be hidden_states[k], L after the final norm; an off-by-one costs half the acceptance and raises no error."""
@@ -44,6 +45,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_prefill_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards chunk boundaries: logits and features must not depend on how the prompt is cut, windows included."""

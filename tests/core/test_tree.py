@@ -49,6 +49,7 @@ def test_a_chain() -> None:
     assert (one.parents_BN.tolist(), one.max_depth, one.mask_BNN.all().item()) == ([[-1]] * 3, 0, True)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 3))
 def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack: int) -> None:
@@ -113,6 +114,7 @@ def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
     return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.candidate_BN[row, n])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(pairs)
 def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> None:
@@ -140,6 +142,7 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
     assert merge(first, Draft(second.tree, second.tokens_BN)).score_BN is None
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(pairs, st.integers(0, 2**32 - 1))
 def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft], seed: int) -> None:

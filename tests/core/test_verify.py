@@ -344,6 +344,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.quick("kernels-binary-T=1-tight", "kernels-ragged-all-tight")
 @pytest.mark.parametrize("tight", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forced", "tight"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", CHOSEN)
@@ -357,6 +358,7 @@ def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
     check_exact(ToyModels(4, depth + 3, sampling=SAMPLINGS[sampling]), chosen_cycle(name, tight), depth + 2, 2)
 
 
+@pytest.mark.slow
 def test_five_tokens_and_a_deep_chain() -> None:
     """Guards another vocabulary and more cycles. Enumeration: no odds."""
     check_exact(ToyModels(5, 6, seed=3), chosen_cycle("binary", True), 4, 4)
@@ -491,6 +493,7 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
     return cycle
 
 
+@pytest.mark.quick("kernels-three-near", "kernels-mixed-near", "kernels-three-far")
 @pytest.mark.parametrize(
     "q", ["near", "far", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "flat", "opposite", "point", "two"))]
 )
@@ -504,6 +507,7 @@ def test_drawn_trees_are_exact(name: str, q: str) -> None:
     check_exact(ToyModels(vocab, depth + 3, q), drawn_cycle(name), depth + 2, 2)
 
 
+@pytest.mark.quick("kernels-binary-T=1.5,k=2-3-2", "kernels-binary-all-3-2")
 @pytest.mark.parametrize(("name", "sampling", "vocab", "lengths"), [
     ("binary", "T=1", 3, 2), ("chain", "T=0.6", 4, 1), ("ragged", "T=0.6", 3, 2), ("three", "T=1.5,k=2", 4, 3),
     ("binary", "T=1.5,k=2", 3, 2), ("pair", "all", 5, 3), ("binary", "all", 3, 2),
@@ -536,6 +540,7 @@ def test_steep_drafts_are_exact(gap: float) -> None:
 # --- blocks ----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("kernels-opposite")
 @pytest.mark.parametrize("q", ["near", "far", "same", "flat", "opposite", "point", "two"])
 def test_blocks_are_exact(q: str) -> None:
     """Guards block verification: weights, residuals, which prefix, bonus; two blocks one after the other. Enumeration: no odds."""

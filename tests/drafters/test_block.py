@@ -51,6 +51,7 @@ def batch_of(drafter: BlockMethod, documents: tuple[tuple[int, ...], ...], count
     return Batch(tokens_N, torch.cat(features), counted_N, Documents(tuple(map(len, documents))))
 
 
+@pytest.mark.quick("dspark")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards positions, context and slots: at every cycle of a decoding, the hidden of the block is that of the training's forward, whose

@@ -74,6 +74,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.quick("1-eagle-3.1")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cycles", [1, 4])
 def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, target: Target) -> None:

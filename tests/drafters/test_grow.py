@@ -122,6 +122,7 @@ def slow_world() -> ToyModels:
     return ToyModels(5, 6, seed=7)
 
 
+@pytest.mark.quick("value-False-0.15-coupled-1.0")
 @pytest.mark.parametrize(
     ("expand", "rerank", "stop", "noise", "temperature"),
     [pytest.param(*way, marks=[pytest.mark.slow] if number % 2 else []) for number, way in enumerate(HALF)],

@@ -67,6 +67,7 @@ def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
     return target, made
 
 
+@pytest.mark.quick("deepseek_v3")
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> None:
     """Bugs: a tensor under another name, halves of the projection exchanged, positions or the mask wrong, parts of a text read apart."""
@@ -92,6 +93,7 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
                 assert torch.allclose(got, expected[:, part], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
 def test_lossless(family: str, tmp_path: Path) -> None:
     """Guards sessions on the families that publish modules: text is that of plain decoding, for rows of different ages."""

@@ -54,6 +54,7 @@ def paths(guesses: Sequence[Guess]) -> list[tuple[int, ...]]:
 # --- prompt lookup
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 3), st.integers(0, 2), st.sampled_from(["newest", "oldest"]), st.integers(1, 3))
 def test_lookup_is_a_search_through_the_text(text: list[int], shortest: int, more: int, pick: str, matches: int) -> None:
@@ -205,6 +206,7 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
     assert accepted > 0
 
 
+@pytest.mark.quick("prompt_lookup")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chat_keeps_what_is_equal(name: str) -> None:
     """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has nothing to do with it; the index holds

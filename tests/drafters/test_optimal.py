@@ -22,6 +22,7 @@ def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[Choices]:
             yield check_choices(chosen)
 
 
+@pytest.mark.quick("5-2-3-any", "5-2-3-falling", "4-3-2-any", "4-3-2-falling")
 @pytest.mark.parametrize("falling", [True, False], ids=["falling", "any"])
 @pytest.mark.parametrize(("nodes", "depth", "ranks"), [(2, 3, 2), (4, 3, 2), (5, 2, 3), (6, 3, 2), (4, 2, 4), (3, 1, 4)])
 def test_no_tree_is_better(nodes: int, depth: int, ranks: int, falling: bool) -> None:

@@ -42,6 +42,7 @@ def make(target: Target, **options: Any) -> Method:
     return Method.load(None, target, build_options(Options, options))
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_view_is_the_model_without_those_parts(family: str) -> None:
     """Guards masks by layer, layer numbers and sublayers of every family, against hooks that zero what the parts put out; and the model,
@@ -95,6 +96,7 @@ def test_layers_that_do_nothing_are_not_missed() -> None:
     assert drafter.draft_model.layout[1] is drafter.draft_model.layout[4] is None
 
 
+@pytest.mark.slow
 def test_the_search_finds_them() -> None:
     """Guards the greedy search and its estimate: idle layers go first, as they cost no acceptance."""
     target = idle(1, 4)
@@ -119,6 +121,7 @@ def test_the_target_s_own_text() -> None:
         assert row[1:] != plain_decode(target.model, Request((row[0],), 11, Sampling(1.0, seed=seed)))
 
 
+@pytest.mark.slow
 def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the cache: one search for a target, none for the same one again, another for another; a broken file is no obstacle."""
     searched: list[Target] = []

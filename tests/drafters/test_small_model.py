@@ -43,6 +43,7 @@ def taus(drafter: Drafter, law: Sampling) -> list[int]:
     return [len(s.tokens) for s in steps if not s.prefill][:-1]
 
 
+@pytest.mark.quick("block-law0")
 @pytest.mark.parametrize("law", SAMPLINGS)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Sampling, target: Target) -> None:
@@ -52,6 +53,7 @@ def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Samp
     assert set(taus(make(target, draft, depth=3, verification=verification), law)) == {4}
 
 
+@pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
 def test_families_that_draft(family: str, target: Target) -> None:
     """The same with windows, masks by layer and learned positions, for a static tree grown level by level."""
@@ -100,6 +102,7 @@ def test_a_drawn_chain_keeps_the_law() -> None:
         assert float(((seen_V - expected_V) ** 2 / expected_V).sum()) < 37.3
 
 
+@pytest.mark.slow
 def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the threshold: nothing stands behind a token that the draft gave less, and when no row goes on, the model is not asked."""
     drafter = make(target, Target(zoo.tiny("llama", seed=5)), depth=5, confidence=0.25)
@@ -121,6 +124,7 @@ def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyP
     assert len(calls) < 5 * sum(not step.prefill for step in steps)
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_where_the_draft_stands(target: Target) -> None:
     """Guards rows that are used again: the draft keeps what it has read of the shared prefix, and is right from there on."""
     drafter = make(target, Target(zoo.tiny("llama")), depth=3)
@@ -143,6 +147,7 @@ def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 10), (10, 0)])
 def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
     """Guards matrices that are padded to different sizes, either way: what only one of the two has is not drafted, and is read without an
@@ -162,6 +167,7 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
         assert max(int(t.max()) for t in drafted if len(t)) < VOCAB
 
 
+@pytest.mark.slow
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     target = Target.load(folder_of(tmp_path / "target", VOCAB, byte_tokenizer()))
     other = byte_tokenizer()
@@ -180,6 +186,7 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
 # --- loading ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_recognised(tmp_path: Path) -> None:
     """Guards `--draft MODEL` without `--method`; what we wrote and what transformers wrote."""
     model = zoo.tiny("llama")
@@ -273,6 +280,7 @@ def test_the_loss_is_the_plain_formula(target: Target) -> None:
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_training_helps(target: Target) -> None:
     """Guards the gradient: thirty steps on one batch make the draft agree with the target there."""
     drafter, given = make(target), batch(target)

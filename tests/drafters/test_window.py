@@ -59,6 +59,7 @@ def trees(drafter: Drafter, request: Request) -> list[list[int]]:
     return [s.draft.tokens_BN[0].tolist() for s in run(Decoder(drafter.target, drafter), [request])[1] if s.draft is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
     """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
@@ -133,6 +134,7 @@ def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None
     assert len(slots) == 1
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_within_the_window(target: Target) -> None:
     """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
     drafter = make(target, **{"window.size": 9, "window.sink": 2})

@@ -108,6 +108,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("options4-dtype4")
 @pytest.mark.parametrize(
     ("options", "dtype"), [*((options, torch.bfloat16) for options in FILTERS), (FILTERS[1], torch.float32), (FILTERS[5], torch.float32)]
 )
@@ -126,6 +127,7 @@ def test_filters(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytes
     assert OPS.scores(logits, law, None)[1, 2, 40].isnan()
 
 
+@pytest.mark.slow
 def test_paths_by_lot() -> None:
     """Guards simulated acceptance by its kernel: the paths of the reference, whose lots depend on position and root."""
     decide, die, lengths = simulated((0.9, 0.6, 0.8), seed=3), torch.Generator().manual_seed(0), set()

@@ -44,6 +44,7 @@ def test_norm_of_a_sum(adds: bool, dtype: torch.dtype) -> None:
         close(found_norm, model_norm(found_sum))
 
 
+@pytest.mark.quick("False-False-float32")
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("unrotated", [False, True])

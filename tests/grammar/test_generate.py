@@ -69,6 +69,7 @@ def plain(number: int) -> tuple[int, ...]:
     return tuple(plain_decode(target().model, request(number)))
 
 
+@pytest.mark.quick("suffix-1")
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str, rows: int) -> None:
@@ -85,6 +86,7 @@ def test_every_method(name: str, rows: int) -> None:
             assert follower.finished
 
 
+@pytest.mark.slow
 def test_plain_decoding_ends_some_texts() -> None:
     """Guards this file: some texts end where nothing may follow, and some are cut by their length."""
     lengths = [len(plain(number)) for number in range(6)]
@@ -112,6 +114,7 @@ def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:
     assert eyas.load(method="vanilla").generate(prompt, **asked).token_ids == result.token_ids
 
 
+@pytest.mark.slow
 def test_other_structures_of_the_embedded_model() -> None:
     """Guards each keyword of `generate`."""
     llm, prompt = embedded(), "Can you tell me what the weather is like?"

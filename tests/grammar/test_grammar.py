@@ -104,6 +104,7 @@ def test_masks_are_those_of_another_matcher(library: str, expression: str) -> No
             assert not mask_V[[0, 2, 3, 4, 5, *range(8192, SIZE)]].any()
 
 
+@pytest.mark.quick("lark")
 @pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
 @pytest.mark.parametrize(
     "keywords",
@@ -229,6 +230,7 @@ def test_random_texts_validate(library: str, keywords: dict[str, Any]) -> None:
 KINDS = ["byte_level", "llama", "gemma", "metaspace_bytes", "unigram", "toy"]
 
 
+@pytest.mark.quick("byte_level-llguidance", "byte_level-xgrammar", "llama-xgrammar")
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizers(library: str, kind: str) -> None:

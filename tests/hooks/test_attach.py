@@ -100,6 +100,7 @@ def test_nothing_is_loaded_twice(model: PreTrainedModel, loads: list[Any]) -> No
     assert torch.equal(changed, model.generate(**padded(), **ASKED))
 
 
+@pytest.mark.slow
 def test_kernels_follow_the_weights(model: PreTrainedModel) -> None:
     """Kernels keep a copy of the weights: after a step of an optimizer it is another model's."""
     custom = eyas.hf("suffix", tree="fixed", kernels="on")
@@ -161,6 +162,7 @@ def test_a_generate_of_somebody_else_stays(model: PreTrainedModel) -> None:
     assert model.generate() == "mine"
 
 
+@pytest.mark.slow
 def test_pipelines_and_arguments_by_position(model: PreTrainedModel) -> None:
     """A pipeline calls `model.generate` with its own mixture of arguments; stop strings bring the tokenizer along."""
     tokenizer = byte_tokenizer(template=None)

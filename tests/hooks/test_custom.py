@@ -53,6 +53,7 @@ def test_greedy_ids_of_five_families(family: str) -> None:
         assert all(sum(stats.accepted_lengths) > 3 for stats in custom.stats), "too little was drafted to show anything"
 
 
+@pytest.mark.slow
 def test_lengths_and_defaults_of_the_model(model: PreTrainedModel) -> None:
     """The model's own generation config holds; without any length there are 20 new tokens; max_length counts padding."""
     batch = padded()
@@ -140,6 +141,7 @@ def test_stop_strings(model: PreTrainedModel) -> None:
         eyas.hf(stop_strings=strings)
 
 
+@pytest.mark.quick("settings2")
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, SETTINGS[2]])
 def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Raw and processed scores belong to the tokens that they stand beside, though several tokens come from one forward."""
@@ -202,6 +204,7 @@ def _law(logits_V: Tensor, temperature: float, kept: int) -> Tensor:
     return scores_V.masked_fill(scores_V < scores_V.topk(kept).values[-1], -torch.inf).softmax(-1)
 
 
+@pytest.mark.slow
 def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
     """`torch.manual_seed` decides; rows of one prompt differ; greedy calls leave torch's generator alone."""
     asked = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "custom_generate": by_eyas()}
@@ -270,6 +273,7 @@ def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> Non
         model.generate(torch.tensor([[3]]), custom_generate=eyas.hf(no_such=3))
 
 
+@pytest.mark.slow
 def test_threads_take_turns(model: PreTrainedModel) -> None:
     """Two calls for one model at the same time, and a streamer that is read elsewhere, as users of TextIteratorStreamer do."""
     tokenizer, custom = byte_tokenizer(), by_eyas()
@@ -292,6 +296,7 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
     assert told == tokenizer.decode(torch.cat([prompts[0][0], expected[0][0, 9:17]]))
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
     """Hooks on the model's layers read features: those of a forward of another call would be read, too."""
     ids, told = padded()["input_ids"][:1], list[str]()

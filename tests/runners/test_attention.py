@@ -14,6 +14,7 @@ from eyas.runners.attention import NAME, packed
 GROUPED = ("llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "cohere2", "mixtral")
 
 
+@pytest.mark.quick("llama", "gpt2")
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_the_numbers_of_sdpa(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the order of heads within their groups, masks and windows, rows of different ages; and that it is used at all where heads

@@ -66,6 +66,7 @@ def test_the_models_own_numbers(family: str) -> None:
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.quick("1", "3")
 @pytest.mark.parametrize("context", [1, 2, 3, 7, 8, 9, 12])
 def test_short_contexts(context: int) -> None:
     """Bug: a target with a context of 8 or less was an AssertionError with the kernels."""
@@ -200,6 +201,7 @@ def test_other_numbers_are_noticed() -> None:
         runner(Target(changed))
 
 
+@pytest.mark.slow
 def test_python_threads_may_share_a_target() -> None:
     """Guards the room that a pass works in: a call of the kernels lets other Python threads run, and two of them decode with one runner
     and one head. A race would show in most runs."""
@@ -287,6 +289,7 @@ def test_the_model_stays_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
 
 
+@pytest.mark.quick("exit:2")
 @pytest.mark.parametrize("skip", ["0m", "2m", "0a", "1a,2m", "0", "exit:2"])
 def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
     """Guards self-speculation on a target that runs by kernels: a view whose layer has no MLP once ended in an AttributeError, also where

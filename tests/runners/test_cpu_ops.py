@@ -26,6 +26,7 @@ def forbidden(*arguments: object, **keywords: object) -> None:
     raise AssertionError("a kernel ran although kernels are off")
 
 
+@pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("method", ["vanilla", "suffix", "eagle2"])
 def test_off_is_off(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: draws, paths and commits were made by C++ wherever a compiler was, whatever `kernels` said."""

@@ -56,6 +56,7 @@ def test_fused_layers_are_lossless(family: str, name: str) -> None:
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", sorted(zoo.FAMILIES))
 def test_other_layers_are_refused(family: str) -> None:
     """Guards families with other operations: seen from their modules, or, as with Granite's multipliers, from their numbers."""

@@ -71,6 +71,7 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     assert {key[0] for key in decoder.cycle.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
 
 
+@pytest.mark.quick("False-seagle")
 @pytest.mark.parametrize("name", ["vanilla", "eagle3", "seagle", "small_model"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_aligned_widths_are_lossless(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +173,7 @@ def test_no_graph_waits_for_the_host(name: str, sampling: Sampling) -> None:
     assert set(whole) == {name in WITH_ITS_DRAFT}
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_is_recorded() -> None:
     """Guards what a GPU is measured with: random weights, given rates. The lot is drawn on the device."""
     found, whole = operations("eagle2", Sampling(), simulated((0.8, 0.7)))
@@ -180,6 +182,7 @@ def test_simulated_acceptance_is_recorded() -> None:
     assert all(whole)
 
 
+@pytest.mark.quick("item")
 @pytest.mark.parametrize("how", ["item", "list"])
 def test_strangers_are_noticed(how: str) -> None:
     """A test of the test."""
@@ -189,6 +192,7 @@ def test_strangers_are_noticed(how: str) -> None:
     assert strangers.found, y
 
 
+@pytest.mark.slow
 def test_recordings_serve_every_request() -> None:
     """Guards the keys: requests that differ in prompt, length and seed share recordings, and a decoder that goes on records nothing new."""
     target = Target(zoo.FAMILIES["llama"]())
@@ -285,6 +289,7 @@ def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.quick("token")
 @pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])
 def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
     """Guards sessions whose state is wider than the base's."""
@@ -298,6 +303,7 @@ def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
     assert decoder.cycle.recorder._recorded
 
 
+@pytest.mark.slow
 def test_two_decoders_by_turns() -> None:
     """Guards what a cycle leaves for the next one: another decoder's replay may overwrite all that a recording left."""
     model = zoo.FAMILIES["llama"]()

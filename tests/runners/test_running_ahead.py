@@ -118,6 +118,7 @@ def test_the_same_steps(name: str, temperature: float) -> None:
     assert name != "eagle2" or temperature or max(step.accepted for steps in ahead.values() for step in steps) > 0
 
 
+@pytest.mark.slow
 def test_the_next_cycle_is_launched_first() -> None:
     """Guards what it is for: while the host reads a cycle, the next one runs."""
     seen = list[bool]()
@@ -140,6 +141,7 @@ class Fixed(Policy):
         pass
 
 
+@pytest.mark.quick("suffix")
 @pytest.mark.parametrize("why", ["policy", "logprobs", "trace", "min_tokens", "limit", "suffix"])
 def test_what_the_host_must_read_first(why: str) -> None:
     """Guards cycles whose input depends on the last one's result."""

@@ -27,6 +27,7 @@ def embedded(llm: eyas.LLM) -> object:
         yield one
 
 
+@pytest.mark.quick("page1")
 @pytest.mark.parametrize("page", [README, SERVING])
 def test_the_first_request_by_curl(embedded: Running, page: str) -> None:
     """A newcomer copies it."""
@@ -38,6 +39,7 @@ def test_the_first_request_by_curl(embedded: Running, page: str) -> None:
     assert answer.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.quick("page1")
 @pytest.mark.parametrize("page", [README, SERVING])
 def test_the_first_request_by_openai(
     embedded: Running, page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

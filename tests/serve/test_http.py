@@ -44,6 +44,7 @@ def test_a_stream_as_events(server: Running) -> None:
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_figures_of_speculation(server: Running) -> None:
     """The figures fit the tokens: cycles emit their accepted tokens and one more each, but for the last, which may be cut."""
     made = post(server, "/v1/completions", {**BODY, "prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}).json()
@@ -58,6 +59,7 @@ def test_figures_of_speculation(server: Running) -> None:
     assert several["metrics"]["speculative_decoding"] is None
 
 
+@pytest.mark.quick("content4-400-JSON", "{-400-JSON", "[]-400-object")
 @pytest.mark.parametrize(
     ("content", "status", "words"),
     [
@@ -104,6 +106,7 @@ def test_other_paths_and_methods(server: Running) -> None:
         assert response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_tokens_there_and_back(server: Running, llm: eyas.LLM) -> None:
     """lm-eval asks for tokens with and without special ones, and for the text of tokens."""
     text = "The weather, na\u00efvely: 5 \u20ac"
@@ -140,6 +143,7 @@ def counters(server: Running) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+@pytest.mark.slow
 def test_metrics_under_the_names_of_vllm(server: Running) -> None:
     """`vllm bench serve` sums these counters before and after; they must agree with the figures in the answer."""
     before = counters(server)
@@ -166,6 +170,7 @@ def test_metrics_under_the_names_of_vllm(server: Running) -> None:
     assert not any("_created" in name for name in after)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once(server: Running) -> None:
     """The second of two prompts with a common beginning starts behind it: fewer tokens are read, and usage says how many."""
     ids = list(range(100, 400))
@@ -175,6 +180,7 @@ def test_a_prefix_is_read_once(server: Running) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] in (299, 300)  # a head may read one token again
 
 
+@pytest.mark.slow
 def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
     """OpenAI's predicted output drafts the text that is announced: fewer cycles, the same text, and usage counts what was of use."""
     own = llm.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
@@ -193,6 +199,7 @@ def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
     assert missed["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 5
 
 
+@pytest.mark.slow
 def test_a_switch_for_drafts(server: Running) -> None:
     """`speculation` turns drafts off or bounds them for one request; the text stays the same."""
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True}
@@ -206,6 +213,7 @@ def test_a_switch_for_drafts(server: Running) -> None:
     assert figures["auto"] == figures["None"]
 
 
+@pytest.mark.slow
 def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
     """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens are there."""
     ids = llm.generate(PROMPTS[0], raw=True, max_new_tokens=30, ignore_eos=True).token_ids
@@ -218,6 +226,7 @@ def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
     assert longer["usage"]["completion_tokens"] > 20
 
 
+@pytest.mark.slow
 def test_keys(llm: eyas.LLM) -> None:
     """Without a right key nothing but probes answers; the second of two keys is as good as the first."""
     with running(llm, keys=("first", "second"), rows=1) as server:
@@ -241,6 +250,7 @@ def test_keys(llm: eyas.LLM) -> None:
         assert server.client(api_key="first").models.list().data[0].id == "tiny"
 
 
+@pytest.mark.slow
 def test_other_origins(llm: eyas.LLM, server: Running) -> None:
     """A browser lets pages of other origins read nothing unless the server names them."""
     asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
@@ -251,6 +261,7 @@ def test_other_origins(llm: eyas.LLM, server: Running) -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.slow
 def test_large_bodies(llm: eyas.LLM) -> None:
     """A body beyond the limit is refused, announced or not."""
     with running(llm, rows=1, max_body_bytes=1000) as server:
@@ -262,6 +273,7 @@ def test_large_bodies(llm: eyas.LLM) -> None:
         assert post(server, "/v1/completions", BODY).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_application_without_a_socket(llm: eyas.LLM) -> None:
     """The application is plain ASGI: it runs in other servers than uvicorn."""
 

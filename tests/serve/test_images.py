@@ -58,6 +58,7 @@ def asked(url: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "image_url", "image_url": url}, ASK]}]
 
 
+@pytest.mark.slow
 def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
     """Guards images against each other, in both forms of a URL, whole and streamed; a text after them; and the counts of tokens."""
     expected = []
@@ -98,6 +99,7 @@ def test_other_endpoints(server: Running, llm: eyas.LLM) -> None:
 BROKEN = base64.b64encode(base64.b64decode(data_url(picture(0)).partition(",")[2])[:60]).decode()
 
 
+@pytest.mark.quick("part7-send PNG, JPEG, WEBP, GIF")
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -126,6 +128,7 @@ def test_what_is_refused(server: Running, part: dict[str, Any], words: str) -> N
         assert "root" not in message
 
 
+@pytest.mark.slow
 def test_variables_cannot_name_files(server: Running) -> None:
     """Guards the processor, which takes what the chat template does not know: `images` would be paths."""
     for variables in ({"images": [__file__]}, {"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"size": 10**9}, {"do_resize": False}):
@@ -165,6 +168,7 @@ def test_a_prompt_that_the_model_refuses(server: Running) -> None:
     assert post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
 
 
+@pytest.mark.slow
 def test_models_that_read_no_images() -> None:
     """The embedded model refuses them, by name."""
     with running(eyas.load(method="vanilla"), rows=1) as server:

@@ -60,6 +60,7 @@ def test_a_streamed_chat(server: Running, llm: eyas.LLM) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.slow
 def test_completions_of_every_kind_of_prompt(server: Running, llm: eyas.LLM) -> None:
     """A text, texts, ids and lists of ids: lm-eval sends lists of ids even for one prompt, and sorts choices by their index."""
     texts = ["Once upon a time", "The weather today is"]
@@ -72,6 +73,7 @@ def test_completions_of_every_kind_of_prompt(server: Running, llm: eyas.LLM) -> 
         assert made.usage.prompt_tokens == sum(len(ids[i]) for i in which)
 
 
+@pytest.mark.slow
 def test_samples(server: Running, llm: eyas.LLM) -> None:
     """Sample i has the seed `seed + i`, so it equals one request with that seed; every sample of a stream has its own index."""
     options = {"temperature": 1.0, "max_tokens": 16}
@@ -88,6 +90,7 @@ def test_samples(server: Running, llm: eyas.LLM) -> None:
     assert texts == own
 
 
+@pytest.mark.slow
 def test_without_a_seed_answers_differ(server: Running) -> None:
     """Requests without a seed must not share one: 16 tokens at temperature 1.5 agree with a chance below 1e-6."""
     made = [
@@ -121,6 +124,7 @@ def test_stop(server: Running, llm: eyas.LLM) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
+@pytest.mark.slow
 def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
     """Twelve asynchronous requests on four rows, every second one streamed, each get their own answer."""
     own = {prompt: llm.generate(prompt, max_new_tokens=24).text for prompt in PROMPTS}
@@ -141,6 +145,7 @@ def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
         assert text == own[prompt]
 
 
+@pytest.mark.quick("change0-NotFoundError-model")
 @pytest.mark.parametrize(
     ("change", "error", "param"),
     [

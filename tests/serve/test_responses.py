@@ -13,6 +13,7 @@ from serving import PROMPTS, Running
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 24}
 
 
+@pytest.mark.slow
 def test_a_response_is_the_answer_of_generate(server: Running, llm: eyas.LLM) -> None:
     own = llm.generate(PROMPTS[0], max_new_tokens=24)
     made = server.client().responses.create(input=PROMPTS[0], **GREEDY)
@@ -61,6 +62,7 @@ def test_events(server: Running, llm: eyas.LLM) -> None:
     assert last.response.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.slow
 def test_the_helper_for_streams(server: Running, llm: eyas.LLM) -> None:
     """`responses.stream` adds the events up by itself and checks them."""
     with server.client().responses.stream(input=PROMPTS[1], **GREEDY) as stream:
@@ -68,6 +70,7 @@ def test_the_helper_for_streams(server: Running, llm: eyas.LLM) -> None:
     assert final.output_text == llm.generate(PROMPTS[1], max_new_tokens=24).text
 
 
+@pytest.mark.quick("change2", "change6", "change8", "change1", "change4", "change3")
 @pytest.mark.parametrize(
     "change",
     [
@@ -92,6 +95,7 @@ def test_what_is_not_served_is_refused(server: Running, change: dict[str, Any]) 
     assert value is not None
 
 
+@pytest.mark.slow
 def test_an_error_in_a_stream(server: Running) -> None:
     """The deadline of a stream is a typed event."""
     options: dict[str, Any] = {"stream": True, "extra_body": {"timeout": 1e-3, "ignore_eos": True}}

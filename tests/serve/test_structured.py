@@ -57,6 +57,7 @@ def test_parse(server: Running) -> None:
     assert parsed.kind in ("table", "movie")
 
 
+@pytest.mark.quick("fields4-[0-9]{2}")
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -79,6 +80,7 @@ def test_names_of_vllm(server: Running, fields: dict[str, Any], pattern: str) ->
     assert regex.fullmatch(pattern, text)
 
 
+@pytest.mark.quick("fields0-structural_tag")
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -125,6 +127,7 @@ def tooled(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
+@pytest.mark.quick("streamed-named")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:
@@ -164,6 +167,7 @@ def test_calls_that_the_model_decides_on(tooled: Running) -> None:
     assert len(single.message.tool_calls or []) == 1
 
 
+@pytest.mark.slow
 def test_a_conversation_with_calls(tooled: Running) -> None:
     """Guards the messages of earlier calls: content is null there, and arguments are text that templates read as an object."""
     first = tooled.client().chat.completions.create(messages=MESSAGES, tools=[WEATHER], tool_choice="required", **GREEDY)

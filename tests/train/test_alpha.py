@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import zoo
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
@@ -12,6 +14,7 @@ from eyas.train.alpha import chain_figures, last_prompt
 from eyas.train.data import Example
 
 
+@pytest.mark.slow
 def test_heads_that_draft_less_than_asked_for() -> None:
     """Guards the figures of methods with a head for each token: one head drafts one token, so there is no 1-alpha to be zero."""
     kind = find("medusa")
@@ -35,6 +38,7 @@ def test_last_prompt_of_plain_text() -> None:
     assert last_prompt(Example([5, 6, 7, 8], [False, True, True, True])) == (5,), "one token that does not count: a chat"
 
 
+@pytest.mark.slow
 def test_from_real_chains() -> None:
     """Guards the path that training takes."""
     figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=12)(

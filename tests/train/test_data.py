@@ -358,6 +358,7 @@ def test_truncation(tmp_path: Path) -> None:
     assert data.report.counted_tokens == sum(whole.counted[:60])
 
 
+@pytest.mark.slow
 def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
     """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
     tokenizer = tokenizer_with(CHATML)

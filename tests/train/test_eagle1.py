@@ -23,6 +23,7 @@ def target() -> Target:
     return Target(zoo.tiny("llama"), "tiny-llama")
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out loss falls, the head in the folder is the best one bit by bit, and it is accepted more often than a random one."""
@@ -41,6 +42,7 @@ def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, prec
     assert target.fingerprint() in (tmp_path / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_resuming_a_real_head_is_exact(tmp_path: Path, target: Target) -> None:
     options = {"lr": 3e-3, "steps": 6, "batch_tokens": 256, "max_length": 32, "eval_every": 0, "save_every": 3, "warmup_steps": 1}
 

@@ -92,6 +92,7 @@ def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]
     return [entry["heldout"]["loss"] if "heldout" in entry else entry["loss"] for entry in log]
 
 
+@pytest.mark.quick("eagle1")
 @pytest.mark.parametrize("method", ["eagle1", "eagle3"])
 def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: Target, folder: Path) -> None:
     """Guards the order of examples and layers, the held-out split and the packing. Float32: equal up to the order of sums in another
@@ -124,6 +125,7 @@ def test_the_examples_are_those_of_the_data(folder: Path) -> None:
     assert (data.report, data.sha256) == (DATA.report, DATA.sha256)
 
 
+@pytest.mark.slow
 def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Target, folder: Path) -> None:
     """One example at a time or many: padding must not leak into what the target sees."""
     alone = made(tmp_path, target, batch_tokens=40)
@@ -252,6 +254,7 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
         read_all(data)
 
 
+@pytest.mark.quick("manifest.json")
 @pytest.mark.parametrize("name", ["manifest.json", "examples.safetensors", "shard-00001.safetensors"])
 def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
     """In any file of a store, also in the parts that no checksum covered: the number of training examples, the names and lengths of the

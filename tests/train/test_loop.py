@@ -208,6 +208,7 @@ def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
 # --- resuming ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated bf16 is several times slower than float32: what was asked for is not done, and said; auto says nothing."""
     notes: list[str] = []
@@ -221,6 +222,7 @@ def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch
     assert json.loads((tmp_path / "bf16" / "training.json").read_text())["precision"] == "float32"
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("step", [1, 3, 5, 11])
 def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path, step: int) -> None:
     """Same bits of weights, optimiser, best head and log, whether interrupted at an evaluation, beside one, or across epochs."""
@@ -250,6 +252,7 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.quick("True-12")
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("written", [False, True])
 def test_an_evaluation_that_dies_loses_no_step(
@@ -320,6 +323,7 @@ def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_real_head_killed_at_a_random_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with eagle3, once: its draft vocabulary, its steps, its head in the published format."""
     monkeypatch.undo()
@@ -337,6 +341,7 @@ def test_a_real_head_killed_at_a_random_moment(tmp_path: Path, monkeypatch: pyte
     assert all(torch.equal(value, heads[1].tensors[name]) for name, value in heads[0].tensors.items())
 
 
+@pytest.mark.slow
 def test_starting_anew_forgets_the_old_run(tmp_path: Path, undisturbed: Path) -> None:
     run(tmp_path, lr=0.1)
     run(tmp_path, resume=False)
@@ -384,6 +389,7 @@ def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
 # --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
     """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
@@ -551,6 +557,7 @@ def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     assert "--method toy" in card
 
 
+@pytest.mark.slow
 def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
     for terminal in (True, False):
         screen = io.StringIO()

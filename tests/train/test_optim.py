@@ -49,6 +49,7 @@ def test_muon_takes_steps_of_the_size_of_adamws() -> None:
         assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(2e-3, rel=0.3)
 
 
+@pytest.mark.slow
 def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of the weights and of both optimizers' states."""
     monkeypatch.setattr(checkpoints, "save", toy.save_toy)
@@ -71,6 +72,7 @@ def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         toy.run(tmp_path / "adamw", optimizer="muon")
 
 
+@pytest.mark.slow
 def test_recomputing_keeps_less_and_changes_no_bit(tmp_path: Path) -> None:
     """With `checkpointing`, each step of the training-time test keeps only its inputs and keys for the backward pass. The option may change
     when a run is resumed, as the weights are the same."""
@@ -163,6 +165,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     sys.modules.pop("wandb", None)
 
 
+@pytest.mark.slow
 def test_trackers_get_the_lines_of_the_log(tmp_path: Path, fake: list[Any]) -> None:
     """Resumed: TensorBoard forgets what will be written again, W&B goes on in the same run; begun anew it is another run."""
 

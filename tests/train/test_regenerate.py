@@ -74,6 +74,7 @@ def plainly(drafter: Drafter, conversation: Conversation, settings: GenerationSe
     return replies
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     """Guards the conversation so far (regenerated turns, not those of the data), and keys and values that are used again."""
@@ -106,6 +107,7 @@ def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     assert len(set(first)) == 4
 
 
+@pytest.mark.slow
 def test_a_draft_changes_nothing_but_the_speed(drafter: Drafter) -> None:
     """Any method: the same replies, and tau says what it saved."""
     settings = GenerationSettings(max_new_tokens=12)
@@ -143,6 +145,7 @@ def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
     assert fine.ended == ""
 
 
+@pytest.mark.slow
 def test_cut_replies_can_be_left_out(drafter: Drafter) -> None:
     """Kept, they are marked; dropped, the conversation ends before them."""
     chats = [chat(f"question {i}", "a", f"and then {i}", "b") for i in range(12)]

@@ -54,6 +54,7 @@ def is_same(a: Any, b: Any) -> bool:
 # --- state.pt
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
     """torch.load does not compare checksums: a flipped bit of a weight was loaded as it was. One bit of every 13th byte, so that all
     parts of the file are hit: the state is refused, or no value depends on that bit (padding, dates). No false alarm."""

@@ -128,7 +128,7 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
         assert tokens == wanted, f"{rows} rows"
 
 
-@pytest.mark.quick("eagle3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
     """Guards commits of a real head at depth: where the net hands the feature through (fc = [0, 1], layer = 0) the draft repeats the last
@@ -163,7 +163,7 @@ def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
     assert check("llama", fresh, 3, answered) > 1, "nothing was accepted"
 
 
-@pytest.mark.quick("chain-4")
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])
 def test_eagle1_shapes(choices: str) -> None:
     """Guards static trees of other shapes."""
@@ -194,7 +194,7 @@ def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
     assert {int(t) for draft in trees for t in draft.tokens_BN[0, 1:]} <= set(drafter.draft_ids_v.tolist())
 
 
-@pytest.mark.quick("eagle2-options1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), [("eagle1", {}), ("eagle2", TREE), ("eagle3", OPTIONS["eagle3"])])
 def test_every_eagle_with_a_window(method: str, options: dict[str, object]) -> None:
     """Guards `--window.*` for each of them, at several rows of different ages."""

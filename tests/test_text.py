@@ -180,6 +180,7 @@ def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.text(max_size=60), KINDS)
 @example("  leading spaces", "llama")

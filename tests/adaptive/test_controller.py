@@ -50,6 +50,7 @@ def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs:
     assert machine.share("fallback") > 0
 
 
+@pytest.mark.slow
 def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
     """Bug: what a waking head reads of the text that it missed is not paid for from the budget."""
     cheap, dear = (SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1))
@@ -107,7 +108,7 @@ def test_the_head_is_compared_with_the_fallback_of_today() -> None:
     assert machine.speedup(1700) > 0.9 * SimulatedMachine().run(controller(), 1500).speedup()
 
 
-@pytest.mark.quick("costs2")
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [FLAT, curve(0.0, 0.02), curve(0.1, 0.05), curve(0.05, 0.2)])
 def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
     """Bug: what is learnt leads to a worse tree than the best of a grid, or trials eat the gain."""
@@ -145,7 +146,7 @@ def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
     assert max(waits) < 4000
 
 
-@pytest.mark.quick("40")
+@pytest.mark.slow
 @pytest.mark.parametrize("hiccup", [5, 40, 200, 201, 203])
 def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
     """Bug: the machine holds one cycle up, and a good head becomes dormant, or a useless one drafts."""
@@ -154,6 +155,7 @@ def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
     assert SimulatedMachine(skill=useless, pace=pace).run(controller(), 600).share("plain") > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0])
 def test_a_machine_that_changes_its_speed(pace: Course) -> None:
     """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes twice as long from 250 on, or half."""
@@ -162,6 +164,7 @@ def test_a_machine_that_changes_its_speed(pace: Course) -> None:
     assert useless_head.share("fallback", 100) > 0.9
 
 
+@pytest.mark.slow
 def test_a_smaller_tree_comes_before_none() -> None:
     """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay, but the head becomes dormant."""
     costs = curve(0.12, 0.02)
@@ -218,6 +221,7 @@ def test_costs_are_asked_for_once_and_late() -> None:
     assert asked == [1]
 
 
+@pytest.mark.slow
 def test_larger_trees_are_explored_within_their_budget() -> None:
     """Bugs: a good head's cycles are given away to larger trees; or a deeper tree is never tried, so the plan never learns of it."""
     machine = SimulatedMachine().run(controller(), 2000)

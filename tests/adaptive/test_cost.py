@@ -56,6 +56,7 @@ def test_a_small_size_that_was_held_up() -> None:
     assert cost._rising([2.6, 1.2, 1.3, 3.0]) == (1.2, 1.2, 1.3, 3.0)
 
 
+@pytest.mark.slow
 def test_which_methods_grow(target: Target) -> None:
     """Bug: a method that grows its trees is not planned for, or one that does not is asked for sizes."""
     assert {name for name in drafters.names() if make(name, target).max_tree is not None} == set(GROWING)

@@ -108,6 +108,7 @@ def test_traces_have_names_of_their_own() -> None:
     assert not any("/" in name or len(name) > 120 for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["off", "on"])
 def test_a_rate_is_measured(by: str) -> None:
     """Bug: no rate where there could be one, by torch or by kernels. Timing is not asserted."""

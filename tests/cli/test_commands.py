@@ -199,6 +199,7 @@ def test_doctor_without_kernels(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no compiler" in json.loads(run("doctor", "--json").stdout)["fast_paths"]["compiled kernels (CPU)"]
 
 
+@pytest.mark.slow
 def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A report that is always green would be worse than none."""
     (embedded / "tokenizer_config.json").write_text("{}")
@@ -307,6 +308,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
 # --- demo ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo(run: Run, tmp_path: Path) -> None:
     """Three ways, one text; the table's numbers are there, slow or not."""
@@ -348,6 +350,7 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
     assert "the numbers are of the 2 prompts that were finished" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine once took four minutes over what takes ten seconds."""

@@ -95,7 +95,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
     )
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged(kind: str, folders: dict[str, str]) -> None:
     """Guards merging: kernels run the merged weights, and the text is PEFT's own."""

@@ -263,6 +263,24 @@ def drawn(count: int = 24) -> dict[str, Mutant]:
 MUTANTS = NAMED | drawn()
 
 
+@pytest.mark.quick(
+    "config: no layers",
+    "config: empty",
+    "config: unknown type",
+    "config: rotary positions without a factor",
+    "config: unknown dtype",
+    "generation: ends with a word",
+    "tokenizer: empty",
+    "tokenizer: unknown model",
+    "tokenizer: without added tokens",
+    "tokenizer config: length in words",
+    "template: no text",
+    "weights: nearly all of them",
+    "weights: one is missing",
+    "weights: NaN in a layer",
+    "weights: pickled",
+    "shards: one is missing",
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_works_or_is_refused_in_one_line(name: str, sound: Path, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def sees_few(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
+@pytest.mark.slow
 def test_processors_see_masked_scores() -> None:
     """Guards the order where a request has both."""
     for name in ("vanilla", "eagle2"):

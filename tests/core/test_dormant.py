@@ -281,7 +281,7 @@ class SmallerTrees(Policy):
         pass
 
 
-@pytest.mark.quick("small_model-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
 def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:

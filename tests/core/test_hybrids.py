@@ -74,7 +74,7 @@ def test_every_family_with_an_oracle(family: str) -> None:
         assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), "paths must be accepted, or this test proves little"
 
 
-@pytest.mark.quick("mamba2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_generate(family: str) -> None:
     """Guards plain decoding itself."""

@@ -76,6 +76,7 @@ def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
             assert new == answer, request.sampling
 
 
+@pytest.mark.slow
 def test_deep_paths_keep_the_laws() -> None:
     """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are counted."""
     oracle = Oracle(target(False), {r.prompt: a for r, a in answered()}, nodes=16, depth=6)

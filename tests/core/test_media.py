@@ -101,7 +101,7 @@ def test_every_method(name: str, model: str) -> None:
     assert texts == expected
 
 
-@pytest.mark.quick("llava")
+@pytest.mark.slow
 def test_long_paths(kind: str, target: Target) -> None:
     """Guards trees behind images: paths of several nodes are accepted, with three rows."""
     requests = [asked(prompt_with_image(kind, seed, images=1 + seed % 2), (Sampling(), SEEDED)[seed % 2]) for seed in range(5)]

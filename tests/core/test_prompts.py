@@ -172,7 +172,7 @@ def test_the_least_useful_text_is_overwritten(target: Target) -> None:
     assert cached(texts[1]) == 0
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", [False, True])
 def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
     """Bugs: the row stays occupied, its text is held to be read whole, or rows that run are disturbed."""

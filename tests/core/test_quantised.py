@@ -143,6 +143,7 @@ def test_kernels_leave_quantised_layers_alone(models: Any) -> None:
         runners.prepared(Target(model), weights="int8")
 
 
+@pytest.mark.slow
 def test_fingerprints(models: Any) -> None:
     """Guards `is_named`: a quantised model is neither the plain one nor another quantised one, and it is itself."""
     plain = Target(zoo.tiny("llama", **SIZES))

@@ -76,7 +76,7 @@ def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.quick("suffix")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow([n for n in drafters.names() if n != "self_speculative"], ("eagle3", "suffix")))
 def test_every_method(name: str) -> None:
     """Greedy and sampled requests, in three rows that are used again."""

@@ -62,6 +62,7 @@ def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack:
     assert tree.mask_BNN.tolist() == [[[m in line for m in range(len(row))] for line in row] for row in lines]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 2**32 - 1))
 def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:

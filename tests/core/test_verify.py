@@ -938,6 +938,7 @@ def test_no_residual_mass() -> None:
     torch.testing.assert_close(residual_V, expected_V / expected_V.sum())
 
 
+@pytest.mark.slow
 def test_a_sibling_without_q_mass_is_no_candidate() -> None:
     """Guards q with less tokens than siblings: the surplus is neither accepted nor refused, and p stays what it is. Deterministic."""
     scores_BNV = torch.tensor([[[0.0, 9.0, 0.0, 0.0]] * 4])

@@ -75,6 +75,7 @@ def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
     assert 0.7 < float(handed_BD.norm() / feature_BD.norm()) < 1.4
 
 
+@pytest.mark.quick("sampling0")
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> None:
     """Guards inputs and their order: each node's children are the best of its head over [feature, root, path], one node at a time."""
@@ -117,6 +118,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
         assert len(set(siblings)) == len(siblings)
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{}, PLUS])
 def test_what_the_heads_read_while_decoding(target: Target, options: dict[str, Any]) -> None:
     """Guards commits and Hydra++'s cache: in every cycle it is what training reads there, over all true features so far."""
@@ -161,6 +163,7 @@ def test_impossible_options(target: Target, options: dict[str, Any], said: str) 
 # --- weights ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"head.blocks": 3}, PLUS])
 def test_saved_and_loaded(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:
     """Guards `weights` and `load` through the published format: the same drafts, bit by bit, and the target's fingerprint."""

@@ -160,6 +160,7 @@ def test_shapes(shape: tuple[int, int, int], reuse: bool) -> None:
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {drafter.options.lookahead.nodes}
 
 
+@pytest.mark.slow
 def test_it_gets_ahead() -> None:
     """Guards the method itself: a greedy text that runs into a loop is foretold by its own n-grams."""
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)

@@ -23,7 +23,7 @@ FIRST = {
     "eagle2": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "seagle": {**TREE, "head.layers": "0,1,2", "window.size": 9, "window.sink": 2},
-    "small_model": {},  # drawn too; keeps its own nodes' keys and values
+    "small_model": {"depth": 3},  # drawn too; keeps its own nodes' keys and values
     "vanilla": {},
     "suffix": {},
 }
@@ -59,6 +59,7 @@ def test_lossless(first: str, second: str) -> None:
         assert all(step.draft is None or step.draft.q_BNV is None for step in steps)
 
 
+@pytest.mark.slow
 def test_other_targets_too() -> None:
     """Guards softcaps, sliding windows and scales: nothing of the merge may depend on the family."""
     target, asked = Target(zoo.FAMILIES["gemma2"]()), requests(4)

@@ -67,7 +67,7 @@ def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
     return target, made
 
 
-@pytest.mark.quick("deepseek_v3")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> None:
     """Bugs: a tensor under another name, halves of the projection exchanged, positions or the mask wrong, parts of a text read apart."""

@@ -78,6 +78,7 @@ def test_lookup_is_a_search_through_the_text(text: list[int], shortest: int, mor
 # --- the suffix automaton
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_the_automaton_knows_every_substring(text: list[int]) -> None:
@@ -157,6 +158,7 @@ def test_escapes_are_learnt() -> None:
 # --- both
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.sampled_from(METHODS), texts, st.integers(0, 40), texts)
 def test_cut_forgets(name: str, text: list[int], length: int, more: list[int]) -> None:
@@ -206,7 +208,7 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
     assert accepted > 0
 
 
-@pytest.mark.quick("prompt_lookup")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chat_keeps_what_is_equal(name: str) -> None:
     """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has nothing to do with it; the index holds

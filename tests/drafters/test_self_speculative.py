@@ -107,6 +107,7 @@ def test_the_search_finds_them() -> None:
     assert found.acceptance <= 1.0001
 
 
+@pytest.mark.slow
 def test_the_target_s_own_text() -> None:
     """Guards the text of the search: rows differ, are drawn from the target, and with numbers that no request reads."""
     target = idle()

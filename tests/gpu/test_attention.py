@@ -107,9 +107,15 @@ CASES = {
 }
 
 
+IN_BFLOAT16 = ("one node", "nothing committed", "sixty nodes", "a prompt", "heads of 96", "groups of eight", "a window with sinks")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CASES), *((name, torch.bfloat16) for name in IN_BFLOAT16)],
+    ids=[*(f"{name}-float32" for name in CASES), *(f"{name}-bfloat16" for name in IN_BFLOAT16)],
+)
 def test_kernels_are_attention(name: str, dtype: torch.dtype) -> None:
     """Guards the ends of rows, blocks and parts, the tree's mask, groups of heads and windows. Slots that are not in use hold NaN, so one
     that is read shows. bfloat16 rounds weights and results to 8 bits."""

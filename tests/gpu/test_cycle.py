@@ -199,7 +199,7 @@ def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
     options = {"tree.nodes": 12, "tree.depth": 3, "tree.branch": 3, **options}
     name = "eagle2" if "tree.stop" in options else "eagle3"
     if name == "eagle2" and not sampling.greedy:
-        sampling = replace(sampling, top_p=0.9, min_p=0.01)
+        sampling = replace(sampling, min_p=0.01)  # thresholds that are searched take a second a node here: test_filters
     (text, trees), (expected_text, expected_trees) = (decoded(name, options, ops, sampling) for ops in (OPS, REFERENCE))
     assert text == expected_text
     model = zoo.tiny("llama", num_hidden_layers=7)

@@ -129,6 +129,7 @@ def test_other_structures_of_the_embedded_model() -> None:
     assert all(regex.fullmatch("[a-z]{4}", result.text) for result in samples)
 
 
+@pytest.mark.slow
 def test_a_chat_keeps_its_structure() -> None:
     """Guards against a constraint that is used up by the first turn."""
     chat = embedded().chat(choice=["yes", "no"])

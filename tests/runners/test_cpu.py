@@ -121,6 +121,7 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
     assert run(Decoder(target, drafter, 3), requests)[0] == alone
 
 
+@pytest.mark.slow
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3 and hydra++ are those of the net's own
     modules."""

@@ -56,6 +56,7 @@ def test_bench_chats(server: Running) -> None:
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], TOKENS)
 
 
+@pytest.mark.slow
 def test_bench_speculation(server: Running) -> None:
     """Acceptance is the difference of counters before and after; only lines with these names are read."""
 

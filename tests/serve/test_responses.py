@@ -24,6 +24,7 @@ def test_a_response_is_the_answer_of_generate(server: Running, llm: eyas.LLM) ->
     assert made.usage.input_tokens == len(llm.ids(PROMPTS[0]))
 
 
+@pytest.mark.slow
 def test_a_conversation_with_instructions(server: Running, llm: eyas.LLM) -> None:
     """Items of every kind of text, those of an earlier response included, are the messages of a chat."""
     items = [

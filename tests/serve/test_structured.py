@@ -57,7 +57,7 @@ def test_parse(server: Running) -> None:
     assert parsed.kind in ("table", "movie")
 
 
-@pytest.mark.quick("fields4-[0-9]{2}")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -127,7 +127,7 @@ def tooled(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
-@pytest.mark.quick("streamed-named")
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:

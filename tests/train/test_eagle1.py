@@ -23,7 +23,7 @@ def target() -> Target:
     return Target(zoo.tiny("llama"), "tiny-llama")
 
 
-@pytest.mark.quick("float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out loss falls, the head in the folder is the best one bit by bit, and it is accepted more often than a random one."""

@@ -254,7 +254,7 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
         read_all(data)
 
 
-@pytest.mark.quick("manifest.json")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "examples.safetensors", "shard-00001.safetensors"])
 def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
     """In any file of a store, also in the parts that no checksum covered: the number of training examples, the names and lengths of the

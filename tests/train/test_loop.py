@@ -95,6 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- it trains -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_best_head_is_in_the_folder(tmp_path: Path) -> None:
     drafter, told = Toy(), list[Progress]()
     outcome = run(tmp_path, drafter, more=told.append, steps=60, eval_every=10)
@@ -113,6 +114,7 @@ def test_the_loss_falls_and_the_best_head_is_in_the_folder(tmp_path: Path) -> No
     assert {"loss", "0-alpha"} <= set(told[-1].heldout)
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_when_later_heads_are_worse(tmp_path: Path) -> None:
     """A learning rate that wrecks the net after a while: the head of the best evaluation stays, in the folder and in the net."""
     drafter, heads = Toy(), dict[float, dict[str, Tensor]]()
@@ -175,6 +177,7 @@ def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(log(tmp_path / "whole")[0]["grad_norm"], log(tmp_path / "parts")[0]["grad_norm"])
 
 
+@pytest.mark.slow
 def test_bf16_autocast_keeps_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Toy()
     with monkeypatch.context() as patch:
@@ -234,6 +237,7 @@ def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path,
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undisturbed: Path) -> None:
     """Saved every 5 steps and ended at 8 without warning: the log and the best head of steps 6 to 8 are made again, not twice."""
 
@@ -252,7 +256,7 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
     assert_same_run(tmp_path, undisturbed)
 
 
-@pytest.mark.quick("True-12")
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("written", [False, True])
 def test_an_evaluation_that_dies_loses_no_step(
@@ -348,6 +352,7 @@ def test_starting_anew_forgets_the_old_run(tmp_path: Path, undisturbed: Path) ->
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
     run(tmp_path)
     drafter = Toy()
@@ -389,7 +394,7 @@ def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
 # --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("15")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
     """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
@@ -410,6 +415,7 @@ def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path,
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_an_interrupt_inside_a_step_saves_the_step_before(tmp_path: Path, undisturbed: Path) -> None:
     drafter = Toy()
     plain = drafter.loss
@@ -426,6 +432,7 @@ def test_an_interrupt_inside_a_step_saves_the_step_before(tmp_path: Path, undist
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_an_interrupt_inside_the_update_keeps_the_last_whole_state(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
+@pytest.mark.slow
 def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on as if it had not been."""
     settings = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)

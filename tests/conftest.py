@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
@@ -40,8 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (quick := item.get_closest_marker("quick")) is not None:
             member = item.name.partition("[")[2].removesuffix("]")
-            missing.setdefault(item.nodeid.partition("[")[0], set(quick.args)).discard(member)
-            if member not in quick.args:
+            named = {name for name in quick.args if name == member or fnmatchcase(member, name)}
+            missing.setdefault(item.nodeid.partition("[")[0], set(quick.args)).difference_update(named)
+            if not named:
                 item.add_marker(pytest.mark.slow)
     wrong = [f"{test}: quick names {', '.join(sorted(names))}, which it does not have" for test, names in missing.items() if names]
     if wrong and not any("::" in argument for argument in config.args):  # there, members may have been left out

@@ -95,7 +95,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.quick("suffix-lfm2")
+@pytest.mark.quick("suffix-*")
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
     """Guards each method with rows of different ages, two at a time; where children are sampled, rows equal what they are alone."""

@@ -66,7 +66,7 @@ def collected(steps: list[Step], ticket: int) -> list[TokenLogprobs]:
     return [entry for step in steps if step.request == ticket for entry in step.logprobs]
 
 
-@pytest.mark.quick("eagle3-model")
+@pytest.mark.quick("eagle3-*")
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kernels: bool) -> None:

@@ -69,7 +69,7 @@ def plain(number: int) -> tuple[int, ...]:
     return tuple(plain_decode(target().model, request(number)))
 
 
-@pytest.mark.quick("suffix-1")
+@pytest.mark.quick("suffix-*")
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str, rows: int) -> None:

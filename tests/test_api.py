@@ -398,6 +398,7 @@ def test_bad_loads(folders: tuple[Path, Path], arguments: dict[str, Any], messag
         eyas.load(**{"target": folders[0], **arguments})
 
 
+@pytest.mark.slow
 def test_loads_as_people_write_them(folders: tuple[Path, Path], llm: LLM) -> None:
     """Guards torch's own dtypes and devices, booleans for the kernels, and transformers' names where they mean the same."""
     for arguments in (
@@ -431,6 +432,7 @@ def test_signatures_and_reprs(llm: LLM) -> None:
     assert repr(chat) == "Chat('LlamaForCausalLM', 1 messages, last system: 'Be brief.')"
 
 
+@pytest.mark.slow
 def test_a_result_before_the_end(llm: LLM) -> None:
     """Guards `Stream.result`: asked at any time, it changes nothing of what follows."""
     whole = llm.generate("Tell me", max_new_tokens=20)

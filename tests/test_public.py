@@ -36,6 +36,7 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens per forward" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a batch and accepts something."""
     (code,) = blocks("docs/add_a_method.md")
@@ -81,6 +82,7 @@ def test_names_of_the_pages() -> None:
             assert re.search(rf"\b{name}\b", path.read_text()), match[0]
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_embedded_model_is_small_and_intact() -> None:
     """Guards the repository's size, the packing, and that positions up to 4,096 exist."""

@@ -89,6 +89,7 @@ def test_a_fallback_that_is_better_than_a_good_head() -> None:
     assert machine.speedup() > 0.9 * SimulatedMachine(MIDDLE, **world).run(FixedPolicy(None, FALLBACK), 500).speedup()
 
 
+@pytest.mark.slow
 def test_a_fallback_that_turns_bad_and_good_again() -> None:
     """Bugs: it drafts on; it is forgotten. Its guesses are right until cycle 1,000, and from 2,000 on."""
     right: Course = lambda t: 0.0 if 1000 <= t < 2000 else 0.7  # noqa: E731

@@ -44,6 +44,7 @@ def test_work_on_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch
     assert cost._device_seconds(work, torch.device("cuda")) == pytest.approx(0.002)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: ones or zeros, on which hardware can be faster than on data."""
     read = list[Any]()

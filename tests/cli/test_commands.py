@@ -216,6 +216,7 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
     assert "pytest>=99" not in shown.output
 
 
+@pytest.mark.slow
 def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model is a distribution of its own: to have not installed it is no fault, and the report says how it is installed."""
     monkeypatch.setattr(tiny, "FOLDER", embedded / "nowhere")
@@ -370,6 +371,7 @@ def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert "measure again when the machine is idle" in " ".join(run("demo", "--max-new-tokens", 4).stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not hide a difference: which side, where, and how close the choice was."""

@@ -170,6 +170,7 @@ def test_a_target_that_cannot_be_served(refused: Run, tmp_path: Path) -> None:
     assert "minimax" in refused("generate", "--target", tmp_path, "--prompt-ids", "1").lower()
 
 
+@pytest.mark.slow
 def test_nan_logits_name_the_layer(refused: Run, tmp_path: Path) -> None:
     model = zoo.FAMILIES["llama"]()
     with torch.no_grad():

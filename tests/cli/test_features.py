@@ -166,6 +166,7 @@ def test_much_is_asked_for(run: Run, command: tuple[object, ...], tmp_path: Path
     assert run(*command, "--yes").exit_code == 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     result = run(*command, "--yes")

@@ -285,6 +285,7 @@ def test_projections_run_once_for_all_levels(family: str, first: int, last: bool
     assert sizes == [(1, 4)] * (first + last)
 
 
+@pytest.mark.slow
 def test_attached_to_generate() -> None:
     """`model.generate` of a hybrid, of several padded rows, with drafts: transformers' own ids."""
     hybrid = zoo.HYBRIDS["lfm2"]()

@@ -105,6 +105,7 @@ def test_nodes_count_their_own_ancestors() -> None:
     assert again.counts[0].tolist() == [[0, 6, 1, 0], [0, 5, 2, 0]]
 
 
+@pytest.mark.slow
 def test_the_end_comes_after_min_tokens_and_no_later() -> None:
     """Guards the border: with min_tokens = k an EOS can be the (k+1)-th token, and none before it."""
     free, drafter = plain_decode(target(False).model, Request(PROMPTS[2], 12)), make("suffix", target(False))

@@ -206,6 +206,7 @@ def test_traces(name: str, law: Sampling) -> None:
     assert len(ended) > 1
 
 
+@pytest.mark.slow
 def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the trace's scores, which a recording does not keep; the same row without a trace is recorded again."""
     monkeypatch.setattr(kernels, "available", lambda: False)

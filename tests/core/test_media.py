@@ -165,6 +165,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     assert ids_of(llm, prompt_with_image("llava", 0)), "the next prompt is answered"
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_model_refuses_fails_alone() -> None:
     """Guards the other requests, those that wait and those in flight, and the row of the refused one."""
     target, (good, bad) = Target(make_model("llava")), (prompt_with_image("llava", seed) for seed in range(2))
@@ -183,6 +184,7 @@ def test_a_prompt_that_the_model_refuses_fails_alone() -> None:
             assert [token for step in steps if step.request == ticket for token in step.tokens] == expected
 
 
+@pytest.mark.slow
 def test_models_of_text_alone() -> None:
     llm = eyas.load(zoo.tiny("llama"), method="vanilla", tokenizer=False)
     prompt = {**text_alone(0), "pixel_values": torch.zeros(1, 3, 8, 8)}

@@ -136,6 +136,7 @@ def test_greedy_rows_may_force_a_token_by_inf(target: Target) -> None:
     assert run(Decoder(target, make("eagle2", target)), [request])[0] == [[7] * 4]
 
 
+@pytest.mark.slow
 def test_a_processor_that_writes_into_its_scores_changes_nothing_else(target: Target) -> None:
     """Guards the logits that the drafter reads after the cycle: lookahead drafts from them."""
 

@@ -101,6 +101,7 @@ def test_no_layer_mixes_tokens(kind: str, models: Any) -> None:
     assert quantised.mixing_layer(models(kind)[0]) == ""
 
 
+@pytest.mark.slow
 def test_layers_that_mix_tokens_are_named(tmp_path: Path) -> None:
     """Guards the warning: LLM.int8 picks outlier columns from all tokens of a pass; a scale per tensor is one for all of them."""
     write_compressed(tmp_path / "by tensor", "W8A8", strategy="tensor")

@@ -160,6 +160,7 @@ def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft]
     assert accepted(merge(first, second)) == better
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.randoms(use_true_random=False))
 def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: random.Random) -> None:

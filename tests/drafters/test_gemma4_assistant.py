@@ -126,6 +126,7 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
         assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), "nodes see no other node"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("buildable")
 def test_lossless(tmp_path: Path) -> None:
     """Guards the session on its own family: text is that of plain decoding, for rows of different ages, greedy and sampled."""
@@ -137,6 +138,7 @@ def test_lossless(tmp_path: Path) -> None:
     assert tokens == [list(plain_decode(target.model, request)) for request in requests]
 
 
+@pytest.mark.slow
 def test_a_row_is_drafted_for_as_it_is_alone() -> None:
     """Bugs: keys of another row are read, or a feature of another row, or of a token that was rejected."""
     target = Target(zoo.FAMILIES["gemma4"]())

@@ -99,6 +99,7 @@ def test_the_automaton_knows_every_substring(text: list[int]) -> None:
     assert index.length[index.link[index.last]] == longest
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, depth: int, branch: int) -> None:

@@ -136,6 +136,7 @@ def test_a_chat_keeps_its_structure() -> None:
     assert [chat.send(text).text in ("yes", "no") for text in ("Is it sunny?", "Is it warm?")] == [True, True]
 
 
+@pytest.mark.slow
 def test_mistakes_come_before_anything_is_decoded() -> None:
     """Guards one clear line where the structure is wrong."""
     with pytest.raises(EyasError, match="unclosed group"):

@@ -43,6 +43,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_a_model_is_as_before_after_detach(model: PreTrainedModel) -> None:
     """Whatever else were changed on a user's model would change what it does without us."""
     before, weights, config = dict(model.__dict__), {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict()

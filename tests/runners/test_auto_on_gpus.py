@@ -68,6 +68,7 @@ def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert target.run.ops is graphs.REFERENCE
 
 
+@pytest.mark.slow
 def test_loading_decodes_a_little(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the first answer: what it needs has been recorded, and compiled, before it. A line says how long that took."""
     counts = list[int]()

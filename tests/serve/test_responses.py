@@ -44,6 +44,7 @@ def test_a_conversation_with_instructions(server: Running, llm: eyas.LLM) -> Non
     assert made.output_text == llm.generate(messages, max_new_tokens=24).text
 
 
+@pytest.mark.slow
 def test_events(server: Running, llm: eyas.LLM) -> None:
     """The events come in OpenAI's order with consecutive numbers; the deltas are the text; what is cut is incomplete."""
     own = llm.generate(PROMPTS[0], max_new_tokens=5)

@@ -181,6 +181,7 @@ def test_a_conversation_with_calls(tooled: Running) -> None:
     assert second.choices[0].message.tool_calls is None
 
 
+@pytest.mark.slow
 def test_parse_with_tools(tooled: Running) -> None:
     """Guards the client's `parse` of calls."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}

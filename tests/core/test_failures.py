@@ -14,9 +14,8 @@ from eyas import drafters
 from eyas.core.cache import KVCache
 from eyas.core.dormant import Decision, adapted
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.forward import ForwardInput
 from eyas.core.sampling import Sampling
-from eyas.core.target import Target
+from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput
 from eyas.drafters import Drafter, DraftSession
 from eyas.drafters._merge import Merged

@@ -8,8 +8,7 @@ import torch
 import zoo
 from eyas.core import target as target_module
 from eyas.core.cache import KVCache, slot_mask, slot_positions
-from eyas.core.placement import pick_device, pick_dtype
-from eyas.core.target import Target
+from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.core.tree import Tree, Verdict
 from eyas.errors import FitError, ModelError, OptionError
 

@@ -18,9 +18,9 @@ from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, flags
-from eyas.core.placement import is_split, pick_device, pick_dtype
+from eyas.core.placement import is_split
 from eyas.core.pretrained import Spread, check_config, read_tokenizer, split_gguf
-from eyas.core.target import Target
+from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
 from eyas.hardware import release_threads

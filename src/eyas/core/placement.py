@@ -1,5 +1,5 @@
-"""Where a model lies: its device and dtype by name, and models whose weights are not whole on one device. Layers compute on several
-devices, or weights wait in memory or on a disk (both by a `device_map`), or processes share them (`tp_plan`).
+"""Models whose weights are not whole on one device: layers compute on several devices, or weights wait in memory or on a disk (both by a
+`device_map`), or processes share them (`tp_plan`).
 
 accelerate puts a hook on each module, which fetches the module's weights before its forward and moves its inputs to the device that it
 computes on. The hook of the whole model returns the logits to the device that the token ids came from. That is the main device: trees,
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.errors import ModelError, OptionError
+from eyas.errors import ModelError
 
-__all__ = ["check_layers", "device_of", "has_several_devices", "has_waiting_weights", "is_split", "pick_device", "pick_dtype", "value_of"]
+__all__ = ["check_layers", "device_of", "has_several_devices", "has_waiting_weights", "is_split", "value_of"]
 
 
 def has_waiting_weights(model: nn.Module) -> bool:
@@ -107,24 +107,3 @@ def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
     """The hooks of accelerate on this module; several stand in one that holds them."""
     hook = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", (hook,))) if hook is not None else ()
-
-
-def pick_device(device: str) -> str:
-    """auto = the accelerator when there is one."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """auto = float32 on a CPU, what the checkpoint says elsewhere."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in known:
-        raise OptionError(f"unknown dtype {dtype!r}; known: auto, {', '.join(known)}")
-    return known[dtype]

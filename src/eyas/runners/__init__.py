@@ -8,7 +8,7 @@ warm_up.py     decodes a little before the first answer, for whatever is compile
 compiled.py    other layers by torch.compile, inside CUDA graphs
 attention.py   grouped-query attention over trees without copies of keys and values
 
-The model's own forward without any of these is `core.forward.ModelRunner`.
+The model's own forward without any of these is `core.target.ModelRunner`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from copy import copy
 import torch
 
 from eyas.core import quantised
-from eyas.core.forward import ModelRunner
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.placement import has_waiting_weights, is_split
-from eyas.core.target import Target
+from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
 from eyas.kernels import WeightFormat, available, has_vnni

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eyas.core.forward import ModelRunner, Runner
-from eyas.core.target import Target
+from eyas.core.target import ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
 
 __all__ = ["UnsuitedError", "compare", "differences"]

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
-from eyas.core.forward import ForwardInput
 from eyas.core.ops import Ops
 from eyas.core.placement import has_waiting_weights, is_split
-from eyas.core.target import Target
+from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, Pass, Shape, ThreadCount, WeightFormat

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.core import families
-from eyas.core.forward import ForwardInput, ModelRunner
-from eyas.core.target import Target
+from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_store, swiglu
 from eyas.nn import Matrices

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from eyas import gpu
 from eyas.core.cache import commit_path, slot_mask
-from eyas.core.forward import Runner
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.target import Target
+from eyas.core.target import Runner, Target
 from eyas.core.tree import Draft, Tree
 from eyas.errors import EyasError
 from eyas.nn import grouped_attention, rope

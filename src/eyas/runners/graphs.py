@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
-from eyas.core.forward import ForwardInput, ModelRunner
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.target import Target
+from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.gpu import available
 from eyas.kernels import EXACT

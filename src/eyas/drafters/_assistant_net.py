@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights, expect
+from eyas.core.placement import is_split
 from eyas.core.target import Target
 from eyas.drafters._nets import init_matrices, placed, seeded
 from eyas.errors import CheckpointError, ModelError
@@ -127,8 +128,11 @@ def source_layers(target: Target) -> dict[str, int]:
     """Kind of attention -> the target's last layer of that kind with keys and values of its own.
 
     Raises:
-        ModelError: no layer has keys and values of one size.
+        ModelError: no layer has keys and values of one size, or processes share the layers.
     """
+    if is_split(target.model):
+        why = "processes share the target's layers, and each has the keys of its own heads only"
+        raise ModelError(f"{why}: choose another method than gemma4_assistant")
     config: Any = target.model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [FULL] * len(target.layout)
     layers = {kind: k for k, (kind, sizes) in enumerate(zip(kinds, target.layout, strict=False)) if sizes and sizes[1] == sizes[2]}

@@ -171,7 +171,7 @@ def test_the_method_is_found_by_its_format(tmp_path: Path) -> None:
 
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     """The folder of a net of eyas' own making; `changes`: of config.json."""
-    text = {**net.text.to_dict(), "model_type": "gemma4_text"}
+    text = {**net.text.to_dict(), "model_type": "gemma4_text"} | changes.pop("text", {})
     config = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": target.hidden_size} | changes
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"}, folder / "model.safetensors")
@@ -187,6 +187,13 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
         ({**CLUSTERS, "num_centroids": 7}, "do not divide a vocabulary"),
         ({**CLUSTERS, "num_centroids": None}, "makes no assistant"),
         (CLUSTERS, "missing masked_embedding"),
+        ({"text": {"num_hidden_layers": 10**9}}, "config.json counts 1000000000 layers"),
+        ({"text": {"intermediate_size": 10**9}}, "should be"),
+        ({"text": {"hidden_size": "x"}}, "makes no assistant"),
+        ({"text": {"layer_types": [5]}}, "makes no assistant"),
+        ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
+        ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
+        ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
     ],
 )
 def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

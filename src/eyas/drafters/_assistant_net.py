@@ -24,11 +24,12 @@ from eyas.checkpoints import Weights, expect
 from eyas.core.placement import is_split
 from eyas.core.target import Target
 from eyas.drafters._nets import init_matrices, placed, seeded
-from eyas.errors import CheckpointError, ModelError
+from eyas.errors import CheckpointError, EyasError, ModelError
 
 __all__ = ["FULL", "SLIDING", "Net", "Seen", "load_net", "random_net", "source_layers"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+UNREAD = ("model_type", "architectures", "num_kv_shared_layers", "output_hidden_states", "output_attentions")  # of a text_config
 
 
 class Seen(NamedTuple):
@@ -152,19 +153,30 @@ def load_net(weights: Weights, target: Target) -> Net:
             raise CheckpointError(
                 f"{source}: the assistant is for a target of {name} {theirs}, and this target's is {ours}: another model's?"
             )
-    try:
-        with seeded(0, torch.device("cpu")):
-            net = Net(config)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise CheckpointError(
-            f"{source}: transformers makes no assistant from its config.json ({type(error).__name__}: {reason})"
-        ) from error
-    _check_layers(net, target, source)
-    tied = {"lm_head.weight"} if net.tied else set()
-    expect(weights, {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}, tied)
+    stored = len({name.split(".")[2] for name in weights.tensors if name.startswith("model.layers.")})
+    if text.get("num_hidden_layers") != stored:
+        raise CheckpointError(f"{source}: config.json counts {text.get('num_hidden_layers')} layers, and the weights have {stored}")
+    with torch.device("meta"):  # sizes are compared before memory is taken
+        sketch = _made(config, source)
+    _check_layers(sketch, target, source)
+    tied = {"lm_head.weight"} if sketch.tied else set()
+    expect(weights, {name: tuple(tensor.shape) for name, tensor in sketch.state_dict().items()}, tied)
+    with seeded(0, torch.device("cpu")):
+        net = _made(config, source)
     net.load_state_dict(weights.tensors, strict=False)  # `expect` has named every difference but a tied lm_head
     return net.placed_for(target)
+
+
+def _made(config: Mapping[str, Any], source: str) -> Net:
+    """The net of this configuration; CheckpointError if transformers refuses it."""
+    try:
+        return Net(config)
+    except EyasError:
+        raise
+    except Exception as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
+        reason = " ".join(str(error).split())[:120]
+        what = f"{source}: transformers makes no assistant from its config.json"
+        raise CheckpointError(f"{what} ({type(error).__name__}: {reason})") from error
 
 
 def _check_layers(net: Net, target: Target, source: str) -> None:
@@ -176,7 +188,8 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
         sizes = target.layout[layers[kind]]
         assert sizes is not None
         attention = layer.self_attn
-        heads = net.text.num_attention_heads // attention.num_key_value_groups
+        groups = attention.num_key_value_groups  # 0: a damaged config.json
+        heads = net.text.num_attention_heads // groups if groups else 0
         if (heads, attention.head_dim) != sizes[:2]:
             raise CheckpointError(
                 f"{source}: layer {number} reads {heads} heads of {attention.head_dim} numbers, the target's {kind} has {sizes[0]} of "
@@ -226,7 +239,7 @@ def _text_config(values: Mapping[str, Any]) -> Any:
     published: Any = _gemma4(_kind(values), "configuration")
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
     assistant: Any = type(f"Assistant{published.__name__}", (published,), {"kv_sharing_modes": modes})
-    given = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "num_kv_shared_layers")}
+    given = {name: value for name, value in values.items() if name not in UNREAD}
     config = assistant(**given, num_kv_shared_layers=given["num_hidden_layers"])
     config._attn_implementation = "sdpa"
     return config

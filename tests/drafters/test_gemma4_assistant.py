@@ -194,6 +194,8 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
         ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
         ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
         ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
+        ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
+        ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),
     ],
 )
 def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

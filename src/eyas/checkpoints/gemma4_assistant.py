@@ -27,6 +27,7 @@ METHODS: tuple[str, ...] = ()  # eyas trains none, and so writes none
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"
+_NEVER = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 _OWN_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
@@ -40,6 +41,13 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     if not mapping(config, "text_config"):
         raise CheckpointError("config.json of an assistant has no text_config")
     count(config, "backbone_hidden_size")
+    settings = config["text_config"]
+    wrong = [name for name in _NEVER if settings.get(name)]
+    if wrong:
+        raise CheckpointError(f"text_config has {', '.join(wrong)}, which no assistant of Google's has: such layers are not read")
+    window = settings.get("sliding_window", 1)
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
+        raise CheckpointError(f"text_config.sliding_window must be a number of tokens, got {str(window)[:40]!r}")
     refuse_dtypes(tensors, but=[_ORDER])
     order_V = tensors.get(_ORDER)
     if order_V is not None and (order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))):

@@ -49,8 +49,9 @@ class Net(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.text = _text_config(config["text_config"])
-        self.model: Any = _gemma4(_kind(config["text_config"]), "modeling")(self.text)
+        kind = "gemma4_unified" if "unified" in str(config.get("model_type", "")) else "gemma4"  # the 12B is of the second family
+        self.text = _text_config(kind, config["text_config"])
+        self.model: Any = _gemma4(kind, "modeling")(self.text)
         width, vocab, target_width = self.text.hidden_size, self.text.vocab_size, int(config["backbone_hidden_size"])
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.tied = bool(config.get("tie_word_embeddings", True))
@@ -109,7 +110,7 @@ class _Clusters(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], width: int, vocab: int) -> None:
         super().__init__()
-        clusters, self.used = int(config["num_centroids"]), int(config["centroid_intermediate_top_k"])
+        clusters, self.used = int(config.get("num_centroids", 2048)), int(config.get("centroid_intermediate_top_k", 32))
         if clusters < 1 or vocab % clusters or not 1 <= self.used <= clusters:
             raise CheckpointError(
                 f"{clusters} clusters, of which {self.used} are used, do not divide a vocabulary of {vocab}: is config.json damaged?"
@@ -189,10 +190,10 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
         assert sizes is not None
         attention = layer.self_attn
         groups = attention.num_key_value_groups  # 0: a damaged config.json
-        heads = net.text.num_attention_heads // groups if groups else 0
+        heads = net.text.num_attention_heads / groups if groups else 0
         if (heads, attention.head_dim) != sizes[:2]:
             raise CheckpointError(
-                f"{source}: layer {number} reads {heads} heads of {attention.head_dim} numbers, the target's {kind} has {sizes[0]} of "
+                f"{source}: layer {number} reads {heads:g} heads of {attention.head_dim} numbers, the target's {kind} has {sizes[0]} of "
                 f"{sizes[1]}: it was made for another model"
             )
 
@@ -205,7 +206,6 @@ def random_net(target: Target, seed: int) -> Net:
     (heads, size, _), (near_heads, near_size, _) = (target.layout[k] for k in (full, layers[SLIDING] if window else full))  # type: ignore[misc]
     config: Any = target.model.config.get_text_config(decoder=True)
     sizes = {
-        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text",
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0,
         "num_hidden_layers": 2 if window else 1, "layer_types": [SLIDING, FULL] if window else [FULL], "sliding_window": window or 1,
         "num_attention_heads": math.lcm(heads, near_heads), "head_dim": near_size, "global_head_dim": size,
@@ -215,14 +215,14 @@ def random_net(target: Target, seed: int) -> Net:
     if config.model_type.startswith("gemma4"):
         sizes["rope_parameters"] = config.rope_parameters
     with seeded(seed, target.device):
-        net = Net({"text_config": sizes, "backbone_hidden_size": target.hidden_size})
+        family = "gemma4_unified_assistant" if "unified" in config.model_type else "gemma4_assistant"
+        net = Net({"model_type": family, "text_config": sizes, "backbone_hidden_size": target.hidden_size})
         init_matrices(net)
     return net.placed_for(target)
 
 
-def _gemma4(kind: str, part: str) -> Any:
-    """A class of transformers: `part` is "modeling" or "configuration", `kind` the model_type of the assistant's text_config."""
-    family = "gemma4_unified" if "unified" in kind else "gemma4"  # the 12B is of the second family
+def _gemma4(family: str, part: str) -> Any:
+    """A class of transformers for texts: `family` is "gemma4" or "gemma4_unified", `part` "modeling" or "configuration"."""
     name = {"gemma4": "Gemma4Text", "gemma4_unified": "Gemma4UnifiedText"}[family]
     try:
         module = importlib.import_module(f"transformers.models.{family}.{part}_{family}")
@@ -231,19 +231,15 @@ def _gemma4(kind: str, part: str) -> Any:
     return getattr(module, name + {"modeling": "Model", "configuration": "Config"}[part])
 
 
-def _text_config(values: Mapping[str, Any]) -> Any:
+def _text_config(family: str, values: Mapping[str, Any]) -> Any:
     """The configuration of a Gemma 4 in which all layers read keys of others.
 
     transformers 5.23 refuses such a model, as no layer of it produces the keys (`kv_sharing_modes`).
     """
-    published: Any = _gemma4(_kind(values), "configuration")
+    published: Any = _gemma4(family, "configuration")
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
     assistant: Any = type(f"Assistant{published.__name__}", (published,), {"kv_sharing_modes": modes})
     given = {name: value for name, value in values.items() if name not in UNREAD}
     config = assistant(**given, num_kv_shared_layers=given["num_hidden_layers"])
     config._attn_implementation = "sdpa"
     return config
-
-
-def _kind(values: Mapping[str, Any]) -> str:
-    return str(values.get("model_type", ""))

@@ -216,8 +216,9 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
         nonlocal position
         noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
         tokens_1 = 7 % target.vocab_size * one_1
-        about: dict[str, Any] = {"active_rows": (0,), "target_cache": opened.cache, "tree_shape": shape}
-        cycle_input = CycleInput(tokens_1, at_1, one_1 > 0, sampling, noise, position, **about)
+        cycle_input = CycleInput(
+            tokens_1, at_1, one_1 > 0, sampling, noise, position, active_rows=(0,), target_cache=opened.cache, tree_shape=shape
+        )
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
         (draft,) = drafts

@@ -33,7 +33,7 @@ UNREAD = ("model_type", "architectures", "num_kv_shared_layers", "output_hidden_
 
 
 class Seen(NamedTuple):
-    """What the layers of one kind attend to."""
+    """Keys, values and mask for the layers of one kind of attention."""
 
     key_BHWw: Tensor
     value_BHWw: Tensor
@@ -152,7 +152,7 @@ def load_net(weights: Weights, target: Target) -> Net:
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             raise CheckpointError(
-                f"{source}: the assistant is for a target of {name} {theirs}, and this target's is {ours}: another model's?"
+                f"{source}: the assistant is for a target of {name} {theirs}, and this target's is {ours}: choose the target's own"
             )
     stored = len({name.split(".")[2] for name in weights.tensors if name.startswith("model.layers.")})
     if text.get("num_hidden_layers") != stored:
@@ -185,7 +185,9 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
     layers = source_layers(target)
     for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
         if kind not in layers:
-            raise CheckpointError(f"{source}: layer {number} reads keys of {kind}, and no layer of the target has such: another model's?")
+            raise CheckpointError(
+                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has such: it was made for another model"
+            )
         sizes = target.layout[layers[kind]]
         assert sizes is not None
         attention = layer.self_attn

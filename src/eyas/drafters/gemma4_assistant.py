@@ -100,17 +100,16 @@ class Method(Drafter):
     def _seen(self, cycle_input: CycleInput) -> dict[str, Seen]:
         """The keys and values of the committed tokens; of a sliding window, those of the last tokens."""
         assert cycle_input.target_cache is not None, "a cycle with a target"
-        position_B1 = cycle_input.position_B[:, None]
+        position_B1, device = cycle_input.position_B[:, None], cycle_input.position_B.device
         seen = {}
         for kind, layer in self.layers.items():
             key_BHWw, value_BHWw = cycle_input.target_cache.committed(layer, max(1, cycle_input.max_position))
-            slot_W = torch.arange(key_BHWw.shape[2], device=position_B1.device)
+            slot_W = torch.arange(key_BHWw.shape[2], device=device)
             allowed_BW = slot_W < position_B1
             if kind == SLIDING:  # the newest token and `sliding_window` before it, as transformers' mask shows
                 allowed_BW = allowed_BW & (slot_W >= position_B1 - 1 - self.net.text.sliding_window)
-            mask_BW = torch.zeros(allowed_BW.shape, dtype=self.target.dtype, device=position_B1.device)
+            mask_BW = torch.zeros(allowed_BW.shape, dtype=self.target.dtype, device=device)
             mask_BW = mask_BW.masked_fill_(~allowed_BW, torch.finfo(self.target.dtype).min)
-            device = position_B1.device
             seen[kind] = Seen(key_BHWw.to(device), value_BHWw.to(device), mask_BW[:, None, None])
         return seen
 

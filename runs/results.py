@@ -202,6 +202,8 @@ def speed() -> str:
         "speed_amd": "AMD EPYC with AVX-512 VNNI and BF16: embedded model, T = 0",
         "speed_amd_t1": "The same machine: embedded model, T = 1",
         "speed_amd_nestling": "The same machine: nestling, T = 0",
+        "speed_zen4": "AMD EPYC of an older kind (Zen 4): embedded model, EAGLE-3 head that drafts every token, T = 0",
+        "speed_zen4_t1": "The same machine and head: T = 1",
     }
     text = prose(
         "The bundled prompts of one turn (21, about 67 tokens), answers of at most 96 tokens, "
@@ -221,6 +223,8 @@ def speed() -> str:
             "speed_t1",
             "speed_full_vocabulary",
             "speed_full_vocabulary_t1",
+            "speed_zen4",
+            "speed_zen4_t1",
             "speed_nestling",
             "speed_int8",
             "speed_nestling_int8",

@@ -1,4 +1,5 @@
-"""mtp: the module in a target's published checkpoint is the one that transformers computes, and drafts by it are verified."""
+"""mtp: the module in a target's published checkpoint is the one that transformers computes, and drafts by it are verified; a module that
+eyas trains learns what it reads while drafting, and comes back from its folder."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+import eyas
+import heads
 import zoo
-from eyas.core.drafter import build_options
+from eyas import checkpoints
+from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import mtp
 from eyas.drafters._mtp_net import LayoutCache, _twin
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, OptionError
+from eyas.nn import Documents
 from reference import plain_decode, run
 
 TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}
@@ -113,3 +118,113 @@ def test_a_target_without_a_module(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no weights of multi-token-prediction modules for a llama"):
         mtp.Method.from_pretrained(tmp_path, Target(model))
+
+
+# --- training
+
+
+def target_of(family: str) -> Target:
+    return Target((zoo.FAMILIES | zoo.HYBRIDS)[family]())
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_steps_of_training_are_those_of_drafting(family: str) -> None:
+    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to it and the steps behind it are one
+    causal text, each step of which reads the output of the one before."""
+    target = target_of(family)
+    drafter, steps, lengths, rows_M = mtp.Method.random(target, seed=4), 3, (7, 6), torch.tensor([0, 2, 4, 8, 9])
+    ids_N = torch.randint(target.vocab_size, (13,), generator=torch.Generator().manual_seed(1))
+    features_ND = torch.cat([target.encode(part[None], drafter.feature_layers)[0] for part in ids_N.split(lengths)])
+    embed = lambda index: drafter.embed(ids_N[index])  # noqa: E731
+    found = drafter.net.training_time_test(features_ND, embed, rows_M, Documents(lengths), steps)
+    for m, row in enumerate(rows_M.tolist()):
+        begin = 0 if row < 7 else 7
+        hidden_ND, embeddings_ND = features_ND[begin : row + 1], embed(torch.arange(begin, row + 1) + 1)
+        for step in range(steps):
+            N = len(hidden_ND)
+            causal_11NN = torch.full((N, N), -torch.inf).triu(1)[None, None]
+            output_ND = drafter.net._run(hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN)[0]
+            torch.testing.assert_close(found[step][m], output_ND[-1], atol=1e-5, rtol=1e-4)
+            hidden_ND = torch.cat([hidden_ND, output_ND[-1:]])
+            embeddings_ND = torch.cat([embeddings_ND, embed(torch.tensor([min(row + 2 + step, 12)]))])
+
+
+def test_loss_is_the_cross_entropy_of_every_step() -> None:
+    """Guards which token a step is compared with, what counts, and the weights of steps, against a plain loop."""
+    target = target_of("llama")
+    drafter = mtp.Method.random(target, build_options(mtp.Options, {"ttt.steps": 3, "ttt.decay": 0.5}), seed=2)
+    batch = heads.batch_of(target, target.num_layers)
+    counted = heads.predictions(batch, 3)
+    rows = sorted({t for _, t, _ in counted})
+    outputs = drafter.net.training_time_test(
+        batch.features_NF, lambda index: drafter.embed(batch.tokens_N[index]), torch.tensor(rows), batch.documents, 3
+    )
+    expected = torch.zeros(())
+    for step, t, goal in counted:
+        p_V = heads.training_target(batch, target, goal, "distribution")
+        expected = expected - 0.5**step * (p_V * target.head(outputs[step][rows.index(t)]).log_softmax(-1)).sum()
+    loss = drafter.loss(batch)
+    torch.testing.assert_close(loss.total, expected)
+    assert int(loss.count) == sum(step == 0 for step, _, _ in counted)
+    loss.total.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in drafter.net.parameters())
+
+
+def test_a_batch_in_which_nothing_counts() -> None:
+    target = target_of("llama")
+    drafter = mtp.Method.random(target)
+    tokens_N = torch.arange(3, 9)
+    features_ND = target.encode(tokens_N[None], (target.num_layers,))[0]
+    loss = drafter.loss(Batch(tokens_N, features_ND, torch.zeros(6, dtype=torch.bool), Documents((6,))))
+    loss.total.backward()
+    assert float(loss.total.detach()) == int(loss.count) == 0
+
+
+def test_a_new_module_predicts_as_the_feature_does() -> None:
+    """Guards the beginning of a training: the lm_head reads the same directions, about as large, from the first step on."""
+    for family in ("llama", "gemma2"):
+        target = target_of(family)
+        net = mtp.Method.init_for_training(target).net
+        feature_1ND = target.encode(torch.arange(3, 9)[None], (target.num_layers,))
+        with torch.no_grad():
+            output_1ND = net.training_time_test(feature_1ND[0], target.embed, torch.arange(5), Documents((6,)), 1)[0]
+        alike = torch.nn.functional.cosine_similarity(output_1ND, feature_1ND[0, :5])
+        assert (alike > 0.99).all()
+        assert (output_1ND.norm(dim=-1) / feature_1ND[0, :5].norm(dim=-1) - 1).abs().max() < 0.2
+
+
+@pytest.mark.slow
+def test_a_trained_module_comes_back(tmp_path: Path) -> None:
+    """Guards the form on disk, the method that a folder chooses, and heads of another target; the text stays that of plain decoding."""
+    target = heads.tiny_target()
+    first, losses, figures = heads.short_training(mtp.Method.init_for_training(target, seed=1), tmp_path / "head")
+    assert losses[-1]["loss"] < losses[0]["loss"] < first
+    assert figures["tau"] >= 1
+    llm = eyas.load(target.model, tmp_path / "head", tokenizer=False, kernels="off", tree={"nodes": 8, "depth": 3, "branch": 2})
+    assert isinstance(llm.drafter, mtp.Method)
+    stored = checkpoints.load(tmp_path / "head").tensors
+    assert all(torch.equal(stored[name], weight) for name, weight in llm.drafter.net.state_dict().items())
+    for request in (Request((5, 6, 7), 12), Request((9, 4), 12, Sampling(1.0, seed=3))):
+        decoder = Decoder(target, llm.drafter)
+        assert run(decoder, [request])[0] == [list(plain_decode(target.model, request))]
+    with pytest.raises(CheckpointError, match=r"layer of a llama, and the target is a qwen2"):
+        mtp.Method.from_pretrained(tmp_path / "head", target_of("qwen2"))
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_published_module(tmp_path: Path) -> None:
+    """Bug: a module that was trained with its target is thrown away, and training begins anew."""
+    target, made = with_module("qwen3_5", tmp_path)
+    target.model.config.name_or_path = str(tmp_path)
+    drafter = mtp.Method.init_for_training(target)
+    assert all(torch.equal(weight, drafter.net.state_dict()[name]) for name, weight in made.net.state_dict().items())
+    loss = drafter.loss(heads.batch_of(target, target.num_layers))
+    loss.total.backward()
+    assert all(weight.grad is not None for weight in drafter.net.parameters())
+
+
+@pytest.mark.parametrize("options", [{"ttt.steps": 0}, {"ttt.decay": 0}, {"ttt.decay": 1.5}, {"ttt.decay": True}])
+def test_impossible_options(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="ttt"):
+        build_options(mtp.Options, options)

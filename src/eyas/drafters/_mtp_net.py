@@ -5,12 +5,15 @@
 The result has the place of the target's feature after the final norm: the target's lm_head reads it, and so does the module itself in the
 next step. This module knows no session.
 
-Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use.
+Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use. In training: N packed tokens, M of them that count, T tokens
+of a document, m of them that count.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,15 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from eyas.core.cache import KVCache, Layout, WindowCache, layout_of
 from eyas.core.target import Target
-from eyas.drafters._nets import placed, seeded
+from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
 from eyas.errors import CheckpointError, ModelError
+from eyas.nn import Documents
 
-__all__ = ["LayoutCache", "Net", "load_net", "random_net"]
+__all__ = ["LayoutCache", "Net", "load_net", "new_net", "random_net"]
 
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # a config's names for the number of modules
 FULL = "full_attention"
+ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")  # names of the matrices whose products a layer adds to its input
 
 
 class LayoutCache(WindowCache):
@@ -69,7 +74,52 @@ class Net(nn.Module):
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
         """See `EagleNet.__call__`."""
-        return self._run(hidden_RND, embeddings_RND, position_RN, cache, self._mask(cache, position_RN, hidden_RND.dtype))
+        slot_W = torch.arange(cache.mask_R1NW.shape[-1], device=position_RN.device)
+        mask = self._mask(cache.mask_R1NW, slot_W, position_RN, hidden_RND.dtype)
+        return self._run(hidden_RND, embeddings_RND, position_RN, cache, mask)
+
+    def training_time_test(
+        self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
+    ) -> list[Tensor]:
+        """The output [M, D] at the slots `rows_M` after each step of the training-time test (EAGLE-3, section 3.2).
+
+        Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and attends to the pairs of step 0 up to the
+        slot, and to those of steps 1 to i at the slot.
+
+        Args:
+            embed: index of a packed token [m] -> its embedding [m, D].
+            rows_M: int64, ascending.
+        """
+        by_document = list[list[Tensor]]()
+        for length, end in zip(documents.lengths, accumulate(documents.lengths), strict=True):
+            rows_m = rows_M[(rows_M >= end - length) & (rows_M < end)]
+            if len(rows_m):
+                by_document.append(self._document_steps(features_ND, embed, rows_m, end - length, steps))
+        if not by_document:
+            projection: Any = self.module.eh_proj
+            return [features_ND[:0] * projection.weight.sum()] * steps  # so that a batch without such slots has a gradient
+        return [torch.cat(outputs) for outputs in zip(*by_document, strict=True)]
+
+    def _document_steps(
+        self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_m: Tensor, begin: int, steps: int
+    ) -> list[Tensor]:
+        """The outputs [m, D] of `training_time_test` for the document that begins at a packed token."""
+        end, last = int(rows_m[-1]) + 1, len(features_ND) - 1
+        index_T, cache = torch.arange(begin, end, device=rows_m.device), DynamicCache()
+        position_m = rows_m - begin
+        key_position_W = index_T - begin
+        hidden_1ND, following_N, position_N = features_ND[None, begin:end], index_T + 1, key_position_W
+        allowed_NW = key_position_W <= key_position_W[:, None]
+        outputs = list[Tensor]()
+        for step in range(steps):
+            mask = self._mask(allowed_NW[None, None], key_position_W, position_N[None], hidden_1ND.dtype)
+            embeddings_1ND = embed(following_N.clamp(max=last))[None]
+            output_1ND = self._run(hidden_1ND, embeddings_1ND, position_N[None], cache, mask)
+            outputs.append(output_1ND[0] if step else output_1ND[0, position_m])
+            hidden_1ND, following_N, position_N = outputs[-1][None], rows_m + 2 + step, position_m + 1 + step
+            allowed_NW = torch.cat([allowed_NW if step else allowed_NW[position_m], _identity(rows_m)], dim=1)
+            key_position_W = torch.cat([key_position_W, position_N])
+        return outputs
 
     def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
         """The sizes that the module's layer caches, found by running it on one pair of zeros."""
@@ -90,15 +140,17 @@ class Net(nn.Module):
         )
         return output if self.shared_norm is None else self.shared_norm(output)
 
-    def _mask(self, cache: WindowCache, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
+    def _mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is never as deep as a window."""
-        allowed_R1NW = cache.mask_R1NW
         window = getattr(self.config, "sliding_window", None) if self.kind == "sliding_attention" else None
         if window is not None:
-            slot_W = torch.arange(allowed_R1NW.shape[-1], device=position_RN.device)
-            allowed_R1NW = allowed_R1NW & (slot_W > position_RN[..., None] - window)[:, None]
+            allowed_R1NW = allowed_R1NW & (key_position_W > position_RN[..., None] - window)[:, None]
         mask = torch.zeros(allowed_R1NW.shape, dtype=dtype, device=position_RN.device)
         return mask.masked_fill_(~allowed_R1NW, torch.finfo(dtype).min)
+
+
+def _identity(rows_m: Tensor) -> Tensor:
+    return torch.eye(len(rows_m), dtype=torch.bool, device=rows_m.device)
 
 
 def _moved(angles: Any, device: torch.device) -> Any:
@@ -110,20 +162,42 @@ def random_net(target: Target, seed: int) -> Net:
     model: Any = target.model
     decoder = model.get_decoder()
     twin, layer = _twin(target, target.name), decoder.layers[-1]
-    norm = next((type(part) for name, part in layer.named_modules() if "norm" in name), None)
+    norm: Any = next((type(part) for name, part in layer.named_modules() if "norm" in name), None)
     if norm is None:
         raise ModelError(f"transformers makes no MTP module for a {target.family.model_type}: choose another method than mtp")
     config: Any = twin.config.get_mtp_config()
     if not hasattr(config, "rms_norm_eps"):  # another name for it, like LFM2's
         config.rms_norm_eps = getattr(config, "norm_eps", 1e-6)
+    shares_norm: bool | None = getattr(config, "chain_hidden_post_norm", None)  # None: the module has a norm of its own
     with seeded(seed, target.device):
-        module = MtpLayer(config, type(layer), norm, 0)
+        module = MtpLayer(config, type(layer), norm, 0, use_post_norm=shares_norm is None)
+        shared_norm: nn.Module | None = norm(config.hidden_size, eps=config.rms_norm_eps) if shares_norm else None
         for name, weight in module.named_parameters():
             if weight.ndim > 1:
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
             elif "norm" not in name:
                 nn.init.zeros_(weight)
-    return Net(placed(module, target), getattr(decoder, "rotary_emb", None))
+    return placed(Net(module, getattr(decoder, "rotary_emb", None), shared_norm), target)
+
+
+@torch.no_grad()
+def new_net(target: Target, seed: int) -> Net:
+    """A module whose first predictions are those of the target's lm_head from the feature that it reads: `eh_proj` passes that feature on,
+    the layer adds nothing yet, and the last norm brings it to the size of the target's features.
+    """
+    net = random_net(target, seed)
+    module: Any = net.module
+    feature_half = torch.eye(target.hidden_size), torch.zeros(target.hidden_size, target.hidden_size)
+    first = getattr(module.config, "mtp_hidden_states_first", False)
+    module.eh_proj.weight.copy_(torch.cat(feature_half if first else feature_half[::-1], dim=1))
+    for name, weight in module.mtp_block.named_parameters():
+        if name.endswith(ADDED):
+            weight.zero_()
+    last_norm: Any = module.post_norm if net.shared_norm is None else net.shared_norm
+    if last_norm is not None:
+        scale_D = final_scale(target)
+        last_norm.weight += scale_D.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(scale_D))
+    return net
 
 
 def load_net(target: Target, folder: str | Path) -> Net:

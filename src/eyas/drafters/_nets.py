@@ -19,8 +19,8 @@ from eyas.errors import CheckpointError
 from eyas.nn import LayerShape
 
 __all__ = [
-    "EMBEDDING", "check_head", "init_matrices", "layer_config", "layer_shape", "load_tensors",
-    "own_embedding", "placed", "saved_tensors", "seeded", "target_layer_shape",
+    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_shape", "load_tensors",
+    "norm_scale", "own_embedding", "placed", "saved_tensors", "seeded", "target_layer_shape",
 ]  # fmt: skip
 
 EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
@@ -52,6 +52,21 @@ def init_matrices(net: nn.Module) -> None:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
+
+
+def final_scale(target: Target) -> Tensor:
+    """The scale [D] of the target's final norm; ones if that fails."""
+    norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
+    ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
+    scale = norm_scale(norms[-1], ones).to(target.device) if norms and target.hidden_size % 2 == 0 else ones
+    return scale if bool(scale.isfinite().all()) else ones
+
+
+def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
+    """The factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a norm without weights leaves as it is."""
+    signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
+    scale_1D: Tensor = norm(signs_D[None])
+    return scale_1D[0].to(ones_D.device) * signs_D
 
 
 def placed(net: NetT, target: Target) -> NetT:

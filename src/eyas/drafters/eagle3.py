@@ -38,6 +38,7 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
+    final_scale,
     init_matrices,
     layer_config,
     layer_shape,
@@ -235,7 +236,7 @@ class Method(DynamicEagle):
             for layer in (net.layer, *net.later_layers):
                 layer.attention.o.weight.zero_()
                 layer.mlp.down.weight.zero_()
-            net.norm.weight.copy_(_final_scale(target))
+            net.norm.weight.copy_(final_scale(target))
             if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
                 rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
                 net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
@@ -371,15 +372,6 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None
     if size >= len(counts_V):
         return None
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values
-
-
-def _final_scale(target: Target) -> Tensor:
-    """The weight [D] of the target's final norm, measured on an input that a norm without weights leaves as it is; ones if that fails."""
-    norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
-    ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
-    signs = ones - 2 * (torch.arange(target.hidden_size, device=target.device) % 2)  # mean 0, mean square 1
-    scale: Tensor = norms[-1](signs[None])[0].to(target.device) * signs if norms and target.hidden_size % 2 == 0 else ones
-    return scale if bool(scale.isfinite().all()) else ones
 
 
 # --- the fused layers

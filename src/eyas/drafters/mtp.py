@@ -4,29 +4,59 @@
 The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads pairs (feature of token t, token t+1) as
 EAGLE's net does, and predicts token t+2; applied again to its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows
 the tree, and `_mtp_net.py` wraps transformers' class. Of several modules the first one is applied in all steps.
+
+Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins with a new one where there is none.
+A module that predicted one token while the target was trained learns here to read its own outputs, by EAGLE-3's training-time test.
+
+Letters: N packed tokens, M of them that count, I steps, D hidden.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.checkpoints.mtp import MODEL_TYPE
+from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss
 from eyas.core.ops import TreeGrower
+from eyas.core.options import TRAINING
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._mtp_net import LayoutCache, Net, load_net, random_net
-from eyas.drafters._nets import target_layer_shape
-from eyas.errors import CheckpointError, ModelError
+from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
+from eyas.drafters._nets import check_head, load_tensors, saved_tensors, target_layer_shape
+from eyas.drafters._options import check_whole
+from eyas.errors import CheckpointError, ModelError, OptionError
+from eyas.losses import soft_cross_entropy_of
 
-__all__ = ["Method"]
+__all__ = ["Method", "Options"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
+
+
+@dataclass(frozen=True)
+class TrainModule:
+    """How the module is trained on its own outputs."""
+
+    steps: Annotated[int, TRAINING] = 4
+    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
+    decay: Annotated[float, TRAINING] = 0.8
+    """Step i weighs decay ** i."""
+
+    def __post_init__(self) -> None:
+        check_whole("ttt", 1, steps=self.steps)
+        if not isinstance(self.decay, int | float) or isinstance(self.decay, bool) or not 0 < self.decay <= 1:
+            raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +65,7 @@ class Options:
 
     window: ClassVar[Window] = Window()  # the session asks for it: the module sees everything
     tree: DynamicTree = field(default_factory=DynamicTree)
+    ttt: TrainModule = field(default_factory=TrainModule)
 
 
 class Session(EagleSession):
@@ -52,12 +83,12 @@ class Session(EagleSession):
 
 
 class Method(DynamicEagle):
-    """The first MTP module of the target's checkpoint, with a dynamic tree."""
+    """The first MTP module of the target's checkpoint, or one that eyas trained, with a dynamic tree."""
 
     Options: ClassVar[type] = Options
     summary = "MTP: the multi-token-prediction module in the target's own checkpoint, dynamic tree by confidence"
+    reads = "mtp"
     needs_weights = False
-    trainable = False
     net: Net
 
     def __init__(self, target: Target, options: Any, net: Net) -> None:
@@ -70,21 +101,54 @@ class Method(DynamicEagle):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the module from `--draft`, or from the target's own checkpoint; CheckpointError if there is none."""
-        named = getattr(target.model.config, "name_or_path", "")
-        folder = source or (named if named != "None" else "")  # transformers' word for a model that is made from tensors
-        if not folder:
-            raise CheckpointError("the target was not loaded from a checkpoint with MTP weights: name the one that has them with --draft")
-        return cls(target, options, load_net(target, folder))
+        """Load the module from `--draft`, a head that eyas trained or a checkpoint with modules, or from the target's own checkpoint.
+
+        CheckpointError if there is none.
+        """
+        if source is not None and _is_trained_head(source):
+            weights = checkpoints.load(source)
+            head = cls.load(weights, target, options)
+            head.target_fingerprint = weights.config["eyas"].get("target_fingerprint")
+            return head
+        return cls(target, options, load_net(target, source or _own_checkpoint(target)))
 
     @classmethod
-    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:
-        """The module of the target's own checkpoint; there are no heads of this method."""
-        return cls.from_pretrained(None, target, options)
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """A module that eyas trained; None: that of the target's own checkpoint."""
+        if weights is None:
+            return cls(target, options, load_net(target, _own_checkpoint(target)))
+        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
+        weights = check_head(weights, cls.reads, "MTP", sizes)
+        theirs, ours = weights.config["target_model_type"], target.family.model_type
+        if theirs != ours:
+            raise CheckpointError(f"{weights.source}: the module has a layer of a {theirs}, and the target is a {ours}: it is for another")
+        method = cls(target, options, load_tensors(random_net(target, 0), weights, target))
+        method.trained_length = weights.config["max_positions"]
+        return method
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         return cls(target, options, random_net(target, seed))
+
+    @classmethod
+    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+        """The module of the target's checkpoint; a new one where it has none."""
+        try:
+            net, start = load_net(target, _own_checkpoint(target)), "the module in the target's checkpoint"
+        except CheckpointError:
+            net, start = new_net(target, seed), "a new module: the target's checkpoint has none"
+        log.info("mtp: training begins with %s", start)
+        return cls(target, options, net)
+
+    def weights(self) -> Weights:
+        config = {
+            "target_model_type": self.target.family.model_type,
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "max_positions": self.trained_length or self.target.context,
+            "eyas": {"target_fingerprint": self.target.fingerprint()},
+        }
+        return Weights("mtp", config, saved_tensors(self.net), "memory")
 
     # --- drafting
 
@@ -115,3 +179,47 @@ class Method(DynamicEagle):
 
     def chain(self, depth: int) -> Method:
         return Method(self.target, Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1)), self.net)
+
+    # --- training
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """The cross-entropy of the module's distribution under the target's, summed over the steps of the training-time test (EAGLE-3,
+        section 3.2), by the target's own lm_head, which does not learn.
+
+        Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the loss is that of step 0: each token once.
+        """
+        test: TrainModule = self.options.ttt
+        tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
+        end_N, last = batch.documents.end_N(tokens_N.device), len(tokens_N) - 1
+        goal_NI = torch.arange(len(tokens_N), device=tokens_N.device)[:, None] + 2 + torch.arange(test.steps, device=tokens_N.device)
+        counts_NI = batch.counted_N[goal_NI.clamp(max=last)] & (goal_NI < end_N[:, None])
+        rows_M = counts_NI.any(1).nonzero()[:, 0]
+        embed = lambda index: self.embed(tokens_N[index]).to(self.dtype)  # noqa: E731
+        outputs = self.net.training_time_test(features_ND, embed, rows_M, batch.documents, test.steps)
+        total, sums = torch.zeros((), device=tokens_N.device), dict[str, Tensor]()
+        for step, output_MD in enumerate(outputs):
+            true_MD = batch.features_NF[(rows_M + 1 + step).clamp(max=last)]
+            step_loss, correct = soft_cross_entropy_of(self.head, output_MD, true_MD, counts_NI[rows_M, step], 1.0, self.target.vocab_size)
+            total = total + test.decay**step * step_loss
+            if step == 0:
+                sums["accuracy"] = correct
+            elif step == test.steps - 1:
+                sums[f"accuracy at step {test.steps}"] = correct
+        return Loss(total, counts_NI[:, 0].sum(), sums)
+
+
+def _own_checkpoint(target: Target) -> str:
+    """The name of the checkpoint that the target was loaded from; CheckpointError if there is none."""
+    name = getattr(target.model.config, "name_or_path", "")
+    if not name or name == "None":  # transformers' word for a model that is made from tensors
+        raise CheckpointError("the target was not loaded from a checkpoint with MTP weights: name the one that has them with --draft")
+    return str(name)
+
+
+def _is_trained_head(source: str | Path) -> bool:
+    """Whether the config.json there is that of a module which eyas trained. A checkpoint's weights are not fetched for that."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(source)
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("model_type") == MODEL_TYPE)

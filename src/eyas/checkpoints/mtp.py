@@ -1,0 +1,77 @@
+"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules stand in the checkpoints of their targets,
+where transformers' `MtpModel` reads them; this form is ours, with that class's names.
+
+    config.json     model_type "eyas_mtp", target_model_type, hidden_size, vocab_size, max_position_embeddings, eyas
+    tensors         layers.0.enorm, layers.0.hnorm, layers.0.eh_proj, layers.0.mtp_block.* (a decoder layer of the target's class),
+                    layers.0.post_norm unless modules of the family have none, shared_post_norm where they share one
+
+Embeddings and lm_head are the target's.
+
+Our config, which `read` returns and `write` takes:
+
+    target_model_type                          str: model_type of the target, whose layer class the module has
+    hidden_size, vocab_size, max_positions     int
+    eyas                                       the writer's record
+
+Our tensors: the names of `drafters._mtp_net.Net`: module.* for layers.0.*, shared_norm.* for shared_post_norm.*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from eyas.checkpoints._llama import count, mapping, text
+from eyas.checkpoints._weights import Published, refuse_dtypes
+from eyas.errors import CheckpointError
+
+__all__ = ["METHODS", "MODEL_TYPE", "read", "recognises", "write"]
+
+METHODS = ("mtp",)
+MODEL_TYPE = "eyas_mtp"
+PREFIXES = {"layers.0.": "module.", "shared_post_norm.": "shared_norm."}  # theirs -> ours
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether config.json is that of a module which eyas trained."""
+    return config.get("model_type") == MODEL_TYPE
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors as written -> ("mtp", our config, our tensors). CheckpointError names what does not fit."""
+    refuse_dtypes(tensors)
+    ours = {
+        "target_model_type": text(config, "target_model_type"),
+        "hidden_size": count(config, "hidden_size"),
+        "vocab_size": count(config, "vocab_size"),
+        "max_positions": count(config, "max_position_embeddings"),
+        "eyas": mapping(config, "eyas"),
+    }
+    return "mtp", ours, _renamed(tensors, PREFIXES)
+
+
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Our config and tensors -> config.json and tensors as written."""
+    assert method in METHODS, method
+    published = {
+        "model_type": MODEL_TYPE,
+        "target_model_type": config["target_model_type"],
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_positions"],
+        "eyas": config["eyas"],
+    }
+    return published, _renamed(tensors, {ours: theirs for theirs, ours in PREFIXES.items()})
+
+
+def _renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors under names with the other prefix; CheckpointError for a name with none of these prefixes."""
+    renamed = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            raise CheckpointError(f"unexpected tensor {name}: names begin with {' or '.join(prefixes)}")
+        renamed[prefixes[prefix] + name.removeprefix(prefix)] = tensor
+    return renamed

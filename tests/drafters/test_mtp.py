@@ -16,12 +16,14 @@ from transformers.modeling_layers import MtpModel
 import eyas
 import heads
 import zoo
-from eyas import checkpoints
+from eyas import checkpoints, runners, tiny
+from eyas.core.cache import WindowCache
 from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import mtp
+from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, _twin
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import Documents
@@ -228,3 +230,58 @@ def test_training_goes_on_from_the_published_module(tmp_path: Path) -> None:
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="ttt"):
         build_options(mtp.Options, options)
+
+
+# --- the same module by eyas' own layer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@torch.no_grad()
+def test_our_layer_computes_what_transformers_does(family: str) -> None:
+    """Guards every weight's place, the biases, RoPE and its offset: a text in parts, against transformers' layer over all of it."""
+    target = target_of(family)
+    drafter = mtp.Method.random(target, seed=6)
+    for weight in drafter.net.parameters():  # norms and biases of random nets are all alike
+        weight.add_(0.3 * torch.randn_like(weight))
+    own = llama_net(drafter.net)
+    assert own is not None
+    hidden_1ND = target.encode(torch.arange(3, 15)[None], (target.num_layers,))
+    embeddings_1ND, position_1N = target.embed(torch.arange(4, 16)[None]), torch.arange(12)[None]
+    causal_11NN = torch.full((12, 12), -torch.inf).triu(1)[None, None]
+    expected = drafter.net._run(hidden_1ND, embeddings_1ND, position_1N, None, causal_11NN)
+    shape = own.layer.attention.shape
+    cache = WindowCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
+    for begin, end in ((0, 7), (7, 9), (9, 12)):
+        slots_1N, part = position_1N[:, begin:end], slice(begin, end)
+        cache.at(range(1), lambda slots_1N=slots_1N: slots_1N, end)
+        cache.see(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
+        if begin:
+            got = own(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
+            torch.testing.assert_close(got, expected[:, part], atol=1e-5, rtol=1e-4)
+        else:
+            own.remember(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
+
+
+def test_layers_that_are_not_ours() -> None:
+    """Guards modules that our layer would compute otherwise."""
+    for family in ("gemma2", "qwen3", "olmo2"):
+        assert llama_net(mtp.Method.random(target_of(family)).net) is None, family
+
+
+@pytest.mark.slow
+def test_kernels_draft_as_transformers_does() -> None:
+    """Guards the packed copies, the cache and the session of the net by kernels: the same trees as without kernels, and the same text."""
+    model = tiny.model()
+    requests = [Request(tuple(range(40, 60)), 24), Request(tuple(range(90, 99)), 24, Sampling(1.0, seed=3))]
+    accepted = []
+    for kernels in ("on", "off"):
+        target = runners.prepared(Target.of(model, "embedded"), kernels)
+        drafter = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=5)
+        by_kernels = drafter.decoding_net is not drafter.net
+        if kernels == "on" and not by_kernels:
+            pytest.skip("no compiled kernels here")
+        assert by_kernels == (kernels == "on")
+        tokens, steps = run(Decoder(target, drafter, 2), requests)
+        accepted.append([step.tokens for step in steps])
+        assert tokens == [list(plain_decode(model, request)) for request in requests]
+    assert accepted[0] == accepted[1]

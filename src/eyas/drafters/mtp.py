@@ -3,7 +3,8 @@
 
 The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads pairs (feature of token t, token t+1) as
 EAGLE's net does, and predicts token t+2; applied again to its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows
-the tree, and `_mtp_net.py` wraps transformers' class. Of several modules the first one is applied in all steps.
+the tree, `_mtp_net.py` wraps transformers' class, and `_mtp_llama.py` computes it by kernels where its layer is LLaMA's. Of several
+modules the first one is applied in all steps.
 
 Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins with a new one where there is none.
 A module that predicted one token while the target was trained learns here to read its own outputs, by EAGLE-3's training-time test.
@@ -33,6 +34,7 @@ from eyas.core.options import TRAINING
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
+from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_tensors, target_layer_shape
 from eyas.drafters._options import check_whole
@@ -69,17 +71,19 @@ class Options:
 
 
 class Session(EagleSession):
-    """EAGLE's session with a cache of the layout of the module's layer."""
+    """EAGLE's session; for transformers' layer, with a cache of that layer's layout."""
 
     drafter: Method
 
     def __init__(self, drafter: Method, rows: int) -> None:
         super().__init__(drafter, rows)
+        if drafter.decoding_net is not drafter.net:
+            return
         layout = drafter.net.layout(drafter.dtype, drafter.target.device)
         self.cache = LayoutCache(layout, rows, drafter.dtype, drafter.target.device)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        return None  # the module's layer is the model's code, which may read values on the host
+        return None  # transformers' layer is the model's code, which may read values on the host
 
 
 class Method(DynamicEagle):
@@ -157,9 +161,11 @@ class Method(DynamicEagle):
         return next(self.net.parameters())
 
     @cached_property
-    def decoding_net(self) -> Net:
-        """The net itself: runners have no version of the model's own layers for drafts."""
-        return self.net
+    def decoding_net(self) -> Any:
+        """The module by eyas' own layer, where the target's runner has kernels for that; else the net itself."""
+        own = llama_net(self.net)
+        converted = self.net if own is None else self.target.run.ops.draft_net(own, self.target.draft_weights)
+        return self.net if converted is own else converted
 
     @cached_property
     def grower(self) -> TreeGrower | None:

@@ -566,7 +566,8 @@ def embedded_heads() -> str:
 
 
 DRAFTERS = {
-    "eagle3": "EAGLE-3, one layer", "two": "EAGLE-3, two layers", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark",
+    "eagle3": "EAGLE-3, one layer", "two": "EAGLE-3, two layers", "mtp": "MTP", "peagle": "P-EAGLE", "dflash": "DFlash",
+    "dspark": "DSpark",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpModel
 import eyas
 import heads
 import zoo
-from eyas import checkpoints, runners, tiny
+from eyas import checkpoints
 from eyas.core.cache import WindowCache
 from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
@@ -266,22 +266,3 @@ def test_layers_that_are_not_ours() -> None:
     """Guards modules that our layer would compute otherwise."""
     for family in ("gemma2", "qwen3", "olmo2"):
         assert llama_net(mtp.Method.random(target_of(family)).net) is None, family
-
-
-@pytest.mark.slow
-def test_kernels_draft_as_transformers_does() -> None:
-    """Guards the packed copies, the cache and the session of the net by kernels: the same trees as without kernels, and the same text."""
-    model = tiny.model()
-    requests = [Request(tuple(range(40, 60)), 24), Request(tuple(range(90, 99)), 24, Sampling(1.0, seed=3))]
-    accepted = []
-    for kernels in ("on", "off"):
-        target = runners.prepared(Target.of(model, "embedded"), kernels)
-        drafter = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=5)
-        by_kernels = drafter.decoding_net is not drafter.net
-        if kernels == "on" and not by_kernels:
-            pytest.skip("no compiled kernels here")
-        assert by_kernels == (kernels == "on")
-        tokens, steps = run(Decoder(target, drafter, 2), requests)
-        accepted.append([step.tokens for step in steps])
-        assert tokens == [list(plain_decode(model, request)) for request in requests]
-    assert accepted[0] == accepted[1]

@@ -29,7 +29,6 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss
-from eyas.core.ops import TreeGrower
 from eyas.core.options import TRAINING
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
@@ -166,11 +165,6 @@ class Method(DynamicEagle):
         own = llama_net(self.net)
         converted = self.net if own is None else self.target.run.ops.draft_net(own, self.target.draft_weights)
         return self.net if converted is own else converted
-
-    @cached_property
-    def grower(self) -> TreeGrower | None:
-        """None: trees are grown level by level."""
-        return None
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:

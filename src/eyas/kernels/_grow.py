@@ -27,9 +27,12 @@ class Net:
     fuse: Matrix | None = None
     """Target features -> hidden state (EAGLE-3); None: the features are the hidden state."""
     fc: Matrix | None = None
-    """Maps [embedding, hidden] to the layer's input (EAGLE-1); None: the layer reads [norm of embedding, norm of hidden] (EAGLE-3)."""
+    """Maps [embedding, hidden] to the layer's input (EAGLE-1; MTP: of the norms of both); None: the layer reads [norm of embedding, norm of
+    hidden] (EAGLE-3)."""
     embed_norm_D: Tensor | None = None
     hidden_norm_D: Tensor | None = None
+    input_norm_D: Tensor | None = None
+    """Norm of what fc returns, for attention; the residual stream begins without it (MTP)."""
     norm_D: Tensor | None = None
     """Norm before the head."""
     ids_v: Tensor | None = None
@@ -41,7 +44,7 @@ class Net:
 
     @cached_property
     def record(self) -> _records.Net:
-        norms_and_ids = (self.embed_norm_D, self.hidden_norm_D, self.norm_D, self.ids_v)
+        norms_and_ids = (self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.norm_D, self.ids_v)
         return _records.Net(
             *(self.fc is None, self.residual_normed, self.carries_normed),
             *(_records.Matrix() if m is None else m.record for m in (self.fuse, self.fc, self.head)),

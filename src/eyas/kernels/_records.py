@@ -61,7 +61,7 @@ class Net(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("paired", "residual_normed", "carries_normed")),
         *((name, Matrix) for name in ("fuse", "fc", "head")),
-        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "norm", "ids")),
+        *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "input_norm", "norm", "ids")),
         ("vocabulary", c_int64),
     )
 

@@ -47,7 +47,18 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
 
 
 def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
-    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's and EAGLE-3's."""
+    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's, EAGLE-3's and MTP modules."""
+    if hasattr(net, "input_norm") and hasattr(net, "embed_norm"):  # an MTP module with a LLaMA layer
+        return kernels.Net(
+            lm_head,
+            table,
+            fc=net.fc.matrix,
+            embed_norm_D=net.embed_norm.weight.detach(),
+            hidden_norm_D=net.hidden_norm.weight.detach(),
+            input_norm_D=net.input_norm.weight.detach(),
+            norm_D=net.norm.weight.detach(),
+            carries_normed=True,
+        )
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
         return kernels.Net(lm_head, table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's

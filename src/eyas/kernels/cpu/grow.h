@@ -8,12 +8,13 @@
 
 struct Net {
     // 1: attention reads [norm of embedding, norm of hidden] (EAGLE-3); 0: fc of [embedding,
-    // hidden] (EAGLE-1)
+    // hidden] (EAGLE-1), with norms of both and of the result where they are there (MTP)
     int64_t paired;
     int64_t residual_normed, carries_normed;
     // fuse: target features -> hidden state; without data: the features are the hidden state
     Matrix fuse, fc, head;
-    const float *embeddings, *embed_norm, *hidden_norm, *norm;  // norm: before the head, or null
+    // input_norm: behind fc; norm: before the head; each norm may be null
+    const float *embeddings, *embed_norm, *hidden_norm, *input_norm, *norm;
     const int64_t* ids;  // the target's ids of the draft vocabulary; null: both are the same
     int64_t vocabulary;  // of the draft
 };
@@ -86,17 +87,22 @@ static void net_inputs(const Net& net, const Shape& s, const int64_t* tokens, co
     for (int64_t m = 0; m < M; m++) {
         const float *embedding = net.embeddings + tokens[m] * D, *state = hidden + m * D;
         float* both = (net.paired ? input : pair) + m * 2 * D;
-        if (net.paired) {
+        if (net.embed_norm) {
             rms_norm(embedding, net.embed_norm, D, s.eps, both);
             rms_norm(state, net.hidden_norm, D, s.eps, both + D);
-            std::memcpy(x + m * D, net.residual_normed ? both + D : state, D * sizeof(float));
         } else {
             std::memcpy(both, embedding, D * sizeof(float));
             std::memcpy(both + D, state, D * sizeof(float));
         }
+        if (net.paired)
+            std::memcpy(x + m * D, net.residual_normed ? both + D : state, D * sizeof(float));
     }
     if (net.paired) return;
     linear(net.fc, pair, 2 * D, M, x, D, STORE);
+    if (net.input_norm) {
+        rms_norms(x, D, net.input_norm, M, D, s.eps, input, D);
+        return;
+    }
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < M; m++) std::memcpy(input + m * D, x + m * D, D * sizeof(float));
 }

@@ -123,7 +123,7 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3, mtp and hydra++ are those of the net's own
+    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3, mtp and hydra++ are those of the
     modules."""
     from eyas.nn import with_cpu_kernels as make_quick
     from eyas.runners import cpu_ops

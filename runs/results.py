@@ -566,8 +566,7 @@ def embedded_heads() -> str:
 
 
 DRAFTERS = {
-    "eagle3": "EAGLE-3, one layer", "two": "EAGLE-3, two layers", "mtp": "MTP", "peagle": "P-EAGLE", "dflash": "DFlash",
-    "dspark": "DSpark",
+    "eagle3": "EAGLE-3, one layer", "two": "EAGLE-3, two layers", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark",
 }  # fmt: skip
 
 
@@ -588,7 +587,23 @@ def drafters() -> str:
         so this is a comparison at equal tokens and no verdict about them. The draft of EAGLE-3 with one layer is one call of a CPU kernel,
         the others' are grown by torch. All texts equal plain decoding's.""")
     heads = ["", "tree", "head", "tau", "ms of a draft", "ms of a cycle", "tokens/s", "over plain"]
-    return text + table(heads, lines) + "\n" + source("drafters_deep")
+    return text + table(heads, lines) + "\n" + source("drafters_deep") + "\n" + mtp()
+
+
+def mtp() -> str:
+    """An MTP module beside an EAGLE-3 head after equally many training tokens."""
+    found, lines = record("drafters_mtp"), []
+    for temperature in (key for key in found if key.startswith("T = ")):
+        for tree in (key for key in found[temperature] if "/" in key):
+            row = found[temperature][tree]
+            lines.append([temperature, tree, *(cell(row["tau"][name]) for name in ("eagle3", "mtp")), cell(row["ratio"]["mtp / eagle3"])])
+    text = prose(f"""
+        An MTP module of transformers' class, trained by `eyas train --method mtp` from a new one, beside an EAGLE-3 head: both with
+        {found["heads"]["mtp"]["trained"]["tokens"]:,} tokens in the same order, the same rate and four steps of the training-time test. Not
+        the data of the table above. All texts equal plain decoding's; speeds were not measured.""")
+    return (
+        "### MTP beside EAGLE-3\n\n" + text + table(["", "tree", "EAGLE-3", "MTP", "MTP / EAGLE-3"], lines) + "\n" + source("drafters_mtp")
+    )
 
 
 def heads_table(found: Mapping[str, Any], values: str, pairs: str, sign: str) -> str:

@@ -25,7 +25,7 @@ from eyas.core.target import Target
 from eyas.drafters import mtp
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, _twin
-from eyas.errors import CheckpointError, OptionError
+from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents
 from reference import plain_decode, run
 
@@ -266,3 +266,10 @@ def test_layers_that_are_not_ours() -> None:
     """Guards modules that our layer would compute otherwise."""
     for family in ("gemma2", "qwen3", "olmo2"):
         assert llama_net(mtp.Method.random(target_of(family)).net) is None, family
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama4", "jamba"])
+def test_families_without_modules(family: str) -> None:
+    """Bug: training a module for a target whose layers transformers makes no module of ends in a traceback."""
+    with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
+        mtp.Method.init_for_training(target_of(family))

@@ -25,7 +25,7 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from eyas.core.cache import KVCache, Layout, WindowCache, layout_of
 from eyas.core.target import Target
 from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
-from eyas.errors import CheckpointError, ModelError
+from eyas.errors import CheckpointError, EyasError, ModelError
 from eyas.nn import Documents
 
 __all__ = ["LayoutCache", "Net", "load_net", "new_net", "random_net"]
@@ -158,7 +158,22 @@ def _moved(angles: Any, device: torch.device) -> Any:
 
 
 def random_net(target: Target, seed: int) -> Net:
-    """A module with random weights, shaped by the target's last layer."""
+    """A module with random weights, shaped by the target's last layer; ModelError if transformers has none for such layers."""
+    try:
+        net = _random_net(target, seed)
+        if not net.layout(target.dtype, target.device):  # some layers can be made, and fail when they run or store no keys
+            raise TypeError("its layer does not store keys in the cache that it is given")
+    except EyasError:
+        raise
+    except Exception as error:  # classes of transformers that modules were never made of raise errors of any kind
+        reason = " ".join(str(error).split())[:80]
+        raise ModelError(
+            f"transformers makes no MTP module for a {target.family.model_type} ({reason}): choose another method than mtp"
+        ) from error
+    return net
+
+
+def _random_net(target: Target, seed: int) -> Net:
     model: Any = target.model
     decoder = model.get_decoder()
     twin, layer = _twin(target, target.name), decoder.layers[-1]

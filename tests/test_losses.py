@@ -14,7 +14,7 @@ from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.losses import draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
+from eyas.losses import FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
 
@@ -225,6 +225,33 @@ def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> No
     assert bool(counts.all()) != reduced
     for one, other in zip(torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("chunk", [1, 60, 10**6])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_through_a_frozen_head(chunk: int, objective: str) -> None:
+    """Against all logits at once, with a head that is more than a matrix (a softcap, as Gemma 2 has): total and gradient."""
+    generator = torch.Generator().manual_seed(5)
+    answers, guesses, D, V = 6, 17, 5, 13
+    hidden = torch.randn(guesses, D, generator=generator, dtype=torch.float64).requires_grad_()
+    weight_VD = torch.randn(V, D, generator=generator, dtype=torch.float64).requires_grad_()
+    true = torch.randn(answers, V, generator=generator, dtype=torch.float64) * 2
+    answer = torch.randint(answers, (guesses,), generator=generator)
+    weight = torch.rand(guesses, generator=generator, dtype=torch.float64)
+    head = FrozenHead(lambda x: 3 * torch.tanh(x @ weight_VD.T / 3), V)
+    mine = draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective)
+    logits = head.logits(hidden)
+    each, overlap = plain_objective(objective, true.softmax(-1)[answer], torch.ones(guesses, dtype=torch.float64), logits)
+    total = (each * weight).sum()
+    torch.testing.assert_close(mine.total, total)
+    torch.testing.assert_close(mine.overlap_K, overlap.detach())
+    assert mine.is_correct_K.tolist() == (logits.argmax(-1) == true.argmax(-1)[answer]).tolist()
+    torch.testing.assert_close(torch.autograd.grad(3 * mine.total, hidden)[0], torch.autograd.grad(3 * total, hidden)[0])
+    assert weight_VD.grad is None
+    with torch.no_grad():
+        torch.testing.assert_close(
+            draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective).total, total.detach()
+        )
 
 
 def draft_of(logits: Tensor, true: Tensor, objective: str) -> tuple[Tensor, Tensor]:

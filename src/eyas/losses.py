@@ -9,10 +9,10 @@ Two terms, both summed over the positions of a mask and divided by a normalizer 
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so
 that the logits of a whole batch never exist: it computes the gradient of each chunk of positions
 together with its value and keeps only that, [.., D] instead of [.., V]. Both read only the
-positions of the mask. `draft_losses` is the same for an LM head that is trained itself, over a
-draft vocabulary, where several steps of the training-time test are compared with one target
-distribution (EAGLE-3); it takes any of the objectives of `eyas.objectives`. Values and gradients are
-those of the plain formula.
+positions of the mask. `draft_losses` is the same where several steps of the training-time test are
+compared with one target distribution (EAGLE-3, MTP modules), for an LM head that is trained itself
+and may have a draft vocabulary, or for a frozen one; it takes any of the objectives of
+`eyas.objectives`. Values and gradients are those of the plain formula.
 
 This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
 gradient.
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from eyas.objectives import OBJECTIVES, Objective
 
-__all__ = ["DraftLosses", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
+__all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
@@ -124,6 +124,14 @@ def soft_cross_entropy_of(
 
 
 @dataclass(frozen=True)
+class FrozenHead:
+    """An LM head that gets no gradient."""
+
+    logits: Callable[[Tensor], Tensor]  # hidden states [..., D] -> logits [..., V]
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class DraftLosses:
     """The result of `draft_losses`, for each draft prediction; only the total has a gradient."""
 
@@ -136,7 +144,7 @@ class DraftLosses:
 
 def draft_losses(
     hidden_KD: Tensor,
-    head_vD: Tensor,
+    head: Tensor | FrozenHead,
     position_K: Tensor,
     weight_K: Tensor,
     positions: int,
@@ -145,17 +153,16 @@ def draft_losses(
     chunk_elements: int | None = None,
     objective: str = "distribution",
 ) -> DraftLosses:
-    """A trained LM head's distribution over the draft vocabulary compared with the target's (EAGLE-3,
+    """An LM head's distribution over the draft vocabulary compared with the target's (EAGLE-3,
     section 3.2).
 
     Where the target's most likely token is not in the draft vocabulary, the prediction does not
-    count. Logits exist for one chunk of
-    positions at a time, and the target's logits of a position are computed once, however many
-    predictions are compared with them.
+    count. Logits exist for one chunk of positions at a time, and the target's logits of a position
+    are computed once, however many predictions are compared with them.
 
     Args:
         hidden_KD: normed hidden states of the draft.
-        head_vD: weight of the draft's LM head; gets a gradient.
+        head: the weight [v, D] of the draft's LM head, which gets a gradient; or a frozen head.
         position_K: int64; the target position that each prediction is compared with.
         weight_K: weight of each prediction in the total.
         positions: U, the number of target positions.
@@ -166,11 +173,12 @@ def draft_losses(
         objective: a name of `eyas.objectives.OBJECTIVES`.
     """
     elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # fits a CPU's cache; few GPU launches
-    elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * head_vD.shape[0]
-    needs_grad = torch.is_grad_enabled() and (hidden_KD.requires_grad or head_vD.requires_grad)
+    draft_vocab_size = head.vocab_size if isinstance(head, FrozenHead) else len(head)
+    elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * draft_vocab_size
+    needs_grad = torch.is_grad_enabled() and (hidden_KD.requires_grad or (isinstance(head, Tensor) and head.requires_grad))
     chunk_rows = _rows_in(elements, elements_per_position)
     results = _LossThroughDraftHead.apply(  # type: ignore[no-untyped-call]
-        hidden_KD, head_vD, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, OBJECTIVES[objective], needs_grad
+        hidden_KD, head, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, OBJECTIVES[objective], needs_grad
     )
     return DraftLosses(*results)
 
@@ -250,7 +258,7 @@ class _LossThroughDraftHead(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_KD: Tensor,
-        head_vD: Tensor,
+        head: Tensor | FrozenHead,
         position_K: Tensor,
         weight_K: Tensor,
         positions: int,
@@ -263,13 +271,13 @@ class _LossThroughDraftHead(torch.autograd.Function):
         order_K = position_K.argsort(stable=True)
         firsts = torch.arange(0, positions + chunk_rows, chunk_rows, device=position_K.device)
         bounds = torch.searchsorted(position_K[order_K], firsts).tolist()
-        dtype = torch.promote_types(head_vD.dtype, torch.float32)
+        dtype = torch.promote_types((head if isinstance(head, Tensor) else hidden_KD).dtype, torch.float32)
         loss_K = torch.zeros(len(position_K), dtype=dtype, device=hidden_KD.device)
         overlap_K = torch.zeros_like(loss_K)
         is_correct_K = torch.zeros(len(position_K), dtype=torch.bool, device=hidden_KD.device)
         is_counted_K = torch.zeros_like(is_correct_K)
         grad_hidden_KD = torch.zeros_like(hidden_KD)
-        grad_head_vD = torch.zeros_like(head_vD, dtype=dtype)
+        grad_head_vD = torch.zeros_like(head if isinstance(head, Tensor) else hidden_KD[:0], dtype=dtype)  # empty for a frozen head
         weight_K = weight_K.to(dtype)
         for first, low, high in zip(range(0, positions, chunk_rows), bounds, bounds[1:], strict=False):
             if low == high:
@@ -278,7 +286,12 @@ class _LossThroughDraftHead(torch.autograd.Function):
             best_C, p_Cv, share_C = _restricted(target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v)
             row_n = position_K[rows_n] - first
             hidden_nD, best_n = hidden_KD[rows_n], best_C[row_n]
-            logits_nv = F.linear(hidden_nD, head_vD)
+            if isinstance(head, Tensor):
+                logits_nv = F.linear(hidden_nD, head)
+            else:
+                with torch.set_grad_enabled(needs_grad):
+                    graph_nv = head.logits(hidden_nD.requires_grad_(needs_grad))
+                logits_nv = graph_nv.detach()
             is_counted_n = best_n >= 0
             loss_n, overlap_n, grad_nv = objective(p_Cv[row_n], share_C[row_n], _at_least_float32(logits_nv).log_softmax(-1))
             loss_K[rows_n], overlap_K[rows_n] = loss_n * is_counted_n, overlap_n * is_counted_n
@@ -286,9 +299,13 @@ class _LossThroughDraftHead(torch.autograd.Function):
             is_counted_K[rows_n] = is_counted_n
             if needs_grad:
                 grad_nv = grad_nv.mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
-                grad_hidden_KD[rows_n] = (grad_nv @ head_vD).to(grad_hidden_KD.dtype)
-                grad_head_vD += grad_nv.T @ hidden_nD
-        ctx.save_for_backward(grad_hidden_KD, grad_head_vD.to(head_vD.dtype))
+                if isinstance(head, Tensor):
+                    grad_hidden_nD = grad_nv @ head
+                    grad_head_vD += grad_nv.T @ hidden_nD
+                else:
+                    (grad_hidden_nD,) = torch.autograd.grad(graph_nv, hidden_nD, grad_nv)
+                grad_hidden_KD[rows_n] = grad_hidden_nD.to(grad_hidden_KD.dtype)
+        ctx.save_for_backward(grad_hidden_KD, grad_head_vD.to((head if isinstance(head, Tensor) else hidden_KD).dtype))
         ctx.mark_non_differentiable(loss_K, overlap_K, is_correct_K, is_counted_K)
         return (loss_K * weight_K).sum(), loss_K, overlap_K, is_correct_K, is_counted_K
 
@@ -296,7 +313,8 @@ class _LossThroughDraftHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_KD, grad_head_vD = ctx.saved_tensors
-        return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head_vD * outer.to(grad_head_vD.dtype), *[None] * 8
+        grad_head = grad_head_vD * outer.to(grad_head_vD.dtype) if ctx.needs_input_grad[1] else None
+        return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head, *[None] * 8
 
 
 def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

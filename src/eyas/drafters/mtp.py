@@ -36,9 +36,10 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_tensors, target_layer_shape
-from eyas.drafters._options import check_whole
+from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import CheckpointError, ModelError, OptionError
-from eyas.losses import soft_cross_entropy_of
+from eyas.losses import FrozenHead, draft_losses
+from eyas.objectives import OBJECTIVES
 
 __all__ = ["Method", "Options"]
 
@@ -53,11 +54,15 @@ class TrainModule:
     """Steps of the training-time test: draft tokens predicted one after another from each slot."""
     decay: Annotated[float, TRAINING] = 0.8
     """Step i weighs decay ** i."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
+    which train the probability that a drawn token is accepted."""
 
     def __post_init__(self) -> None:
         check_whole("ttt", 1, steps=self.steps)
         if not isinstance(self.decay, int | float) or isinstance(self.decay, bool) or not 0 < self.decay <= 1:
             raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
+        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))
 
 
 @dataclass(frozen=True)
@@ -183,8 +188,8 @@ class Method(DynamicEagle):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The cross-entropy of the module's distribution under the target's, summed over the steps of the training-time test (EAGLE-3,
-        section 3.2), by the target's own lm_head, which does not learn.
+        """The objective, by default the cross-entropy with the target's distribution, summed over the steps of the training-time test
+        (EAGLE-3, section 3.2). The target's own lm_head reads the module's outputs, and does not learn.
 
         Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the loss is that of step 0: each token once.
         """
@@ -196,16 +201,20 @@ class Method(DynamicEagle):
         rows_M = counts_NI.any(1).nonzero()[:, 0]
         embed = lambda index: self.embed(tokens_N[index]).to(self.dtype)  # noqa: E731
         outputs = self.net.training_time_test(features_ND, embed, rows_M, batch.documents, test.steps)
-        total, sums = torch.zeros((), device=tokens_N.device), dict[str, Tensor]()
-        for step, output_MD in enumerate(outputs):
-            true_MD = batch.features_NF[(rows_M + 1 + step).clamp(max=last)]
-            step_loss, correct = soft_cross_entropy_of(self.head, output_MD, true_MD, counts_NI[rows_M, step], 1.0, self.target.vocab_size)
-            total = total + test.decay**step * step_loss
-            if step == 0:
-                sums["accuracy"] = correct
-            elif step == test.steps - 1:
-                sums[f"accuracy at step {test.steps}"] = correct
-        return Loss(total, counts_NI[:, 0].sum(), sums)
+        step_K, row_K = counts_NI[rows_M].T.nonzero(as_tuple=True)
+        answer_N = batch.counted_N.cumsum(0) - 1  # the number of a counted token among the answers
+        before_U = (batch.counted_N.nonzero()[:, 0] - 1).clamp(min=0)  # the token whose feature predicts the answer
+        predictions = draft_losses(
+            torch.stack(outputs)[step_K, row_K], FrozenHead(self.head, self.target.vocab_size), answer_N[goal_NI[rows_M[row_K], step_K]],
+            test.decay**step_K, len(before_U), lambda answers: self.head(batch.features_NF[before_U[answers]]),
+            objective=test.objective,
+        )  # fmt: skip
+        sums = {}
+        for step in dict.fromkeys((0, test.steps - 1)):
+            suffix, chosen_K = f" at step {step + 1}" if step else "", step_K == step
+            sums["accuracy" + suffix] = predictions.is_correct_K[chosen_K].sum()
+            sums["overlap" + suffix] = predictions.overlap_K[chosen_K].sum()
+        return Loss(predictions.total, counts_NI[:, 0].sum(), sums)
 
 
 def _own_checkpoint(target: Target) -> str:

@@ -4,7 +4,7 @@
     python runs/make_tiny.py tokens    --model out/tiny/base --chat CHAT.jsonl.gz --text NOVELS.txt.gz ... --output out/tiny/tokens
     python runs/make_tiny.py pretrain  --tokens out/tiny/tokens --model DIR_OR_NONE --output out/tiny/run --minutes 75 --long-minutes 15
     python runs/make_tiny.py quantise  --model out/tiny/run/model --output tiny/eyas_tiny/weights
-    python runs/make_tiny.py head      --model out/tiny/head --output tiny/eyas_tiny/weights/eagle1      (or eagle3)
+    python runs/make_tiny.py head      --model out/tiny/head --output tiny/eyas_tiny/weights/eagle1      (or eagle3, mtp)
     python runs/make_tiny.py widen     --model out/tiny/head3a --output out/tiny/head3w
     python runs/make_tiny.py questions --chat CHAT.jsonl.gz --without HELDIN.jsonl.gz --limit 3000 --output out/tiny/questions.jsonl
     python runs/make_tiny.py extend    --model out/tiny/head3d --output out/tiny/head3e

@@ -46,4 +46,17 @@ OWN=(--method eagle3 --data "$OUT/own_t1.jsonl" --data "$OUT/own_t0.jsonl" --ttt
 "$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3e" --output "$OUT/head3f" --lr 7e-4 --warmup-steps 5 --steps 150 --seed 23 --heldout-tokens 8000
 "$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3f" --output "$OUT/head3g" --lr 6e-4 --warmup-steps 10 --steps 500 --seed 24 --heldout-tokens 12000
 "$PY" runs/make_tiny.py head --model "$OUT/head3g" --output tiny/eyas_tiny/weights/eagle3
+# the MTP module, from a new one under the target's own lm_head: two stages on one chat of 32, then four passes over chats and own answers
+# (what was run had other chats of these files: 2,000 and 629 own answers to questions, and 4,126 chats)
+zcat "$DATA/train/chat.jsonl.gz" | awk 'NR % 32 == 1' > "$OUT/chat32.jsonl"
+zcat "$DATA/train/chat.jsonl.gz" | awk 'NR % 16 == 9' > "$OUT/chat16.jsonl"
+MTP=(--method mtp --ttt.steps 4 --batch-tokens 2048 --heldout-tokens 20000 --precision float32 --save-every 60)
+"$PY" -m eyas features --method mtp --data "$OUT/chat32.jsonl" --max-length 512 --output "$OUT/features32"
+"$PY" -m eyas features --method mtp --data "$OUT/own_t1.jsonl" --data "$OUT/own_t0.jsonl" --data "$OUT/chat32.jsonl" --data "$OUT/chat16.jsonl" \
+  --max-length 512 --heldout 0.01 --output "$OUT/features_mtp"
+"$PY" -m eyas train "${MTP[@]}" --features "$OUT/features32" --output "$OUT/mtp1" --tokens 300000 --seed 1 --lr 3e-3
+"$PY" -m eyas train "${MTP[@]}" --features "$OUT/features32" --init "$OUT/mtp1" --output "$OUT/mtp2" --tokens 600000 --lr 2e-3 --min-lr-share 0.1
+"$PY" -m eyas train "${MTP[@]}" --features "$OUT/features_mtp" --init "$OUT/mtp2" --output "$OUT/mtp" --tokens 4200000 --seed 4 --lr 2.5e-3 \
+  --min-lr-share 0.02 --warmup-steps 40
+"$PY" runs/make_tiny.py head --model "$OUT/mtp" --output tiny/eyas_tiny/weights/mtp
 "$PY" runs/make_tiny.py report --chat "$DATA/eval/chat_heldin_300.jsonl.gz" --output docs/results/tiny.json

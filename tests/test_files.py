@@ -109,8 +109,8 @@ def test_json_of_any_kind_is_a_value_or_one_line() -> None:
         b"\xff": "not UTF-8 at byte 0",
         "{": "not JSON",
         "9" * 5000: "a number of too many digits",
-        "[" * 60_000: "nested too deeply",
-        '{"a": ' * 60_000: "nested too deeply",
+        "[" * 60_000: "nested too deeply|not JSON",  # Python 3.14 reads to the end
+        '{"a": ' * 60_000: "nested too deeply|not JSON",
     }
     for text, reason in reasons.items():
         with pytest.raises(InputError, match=reason) as raised:

@@ -27,7 +27,7 @@ def test_flipped_bits(tmp_path: Path) -> None:
     """Bug: a bit that flipped on the disk, in the weights or in a head, was noticed by `eyas doctor` alone."""
     folder = tmp_path / "weights"
     shutil.copytree(tiny.FOLDER, folder)
-    for name in ("eagle1/model.safetensors", "eagle3/model.safetensors", "eagle3/config.json"):
+    for name in ("eagle1/model.safetensors", "eagle3/model.safetensors", "eagle3/config.json", "mtp/model.safetensors"):
         head, _, file = name.partition("/")
         checkpoints.load(folder / head)
         flip(folder / name)

@@ -34,7 +34,7 @@ def _folder() -> Path:
 
 
 FOLDER = _folder()
-HEADS = {"eagle1": FOLDER / "eagle1", "eagle3": FOLDER / "eagle3"}  # by the kind of head that a method reads
+HEADS = {name: FOLDER / name for name in ("eagle1", "eagle3", "mtp")}  # by the kind of head that a method reads
 # The fastest method on this model (docs/results.md, runs/speed.py): with --tree auto 1,058 tokens/s
 # greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29. (With
 # the head before this one, of 4,096 draft tokens; docs/results/heads_shipped*.json have this one's.)

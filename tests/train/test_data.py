@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,10 +289,11 @@ def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, s
 
 UNREADABLE = {
     "a number of 5,000 digits": '{"messages": [], "by": ' + "9" * 5000 + "}",
-    "60,000 brackets": "[" * 60_000 + "]" * 60_000,
-    "60,000 brackets inside": '{"messages": ' + "[" * 60_000 + "]" * 60_000 + "}",
     "half a number": '{"messages": -}',
 }
+if sys.version_info < (3, 14):  # whose parser reads these
+    UNREADABLE["60,000 brackets"] = "[" * 60_000 + "]" * 60_000
+    UNREADABLE["60,000 brackets inside"] = '{"messages": ' + "[" * 60_000 + "]" * 60_000 + "}"
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

@@ -568,10 +568,10 @@ def embedded_heads() -> str:
 def embedded_mtp() -> str:
     """The embedded MTP module beside the other heads."""
     found = record("heads_mtp")
-    text = prose(f"""
-        An MTP module of transformers' class, which the package has too: {found["heads"]["mtp"]["trained"]["tokens"]:,} tokens in its last
-        stage, 900,000 before, four steps of the training-time test, under the target's own lm_head. tau on held-in chats from the 101st
-        on, less those that loop or stand in the training data; all texts equal plain decoding's.""")
+    text = prose("""
+        The embedded model's default: an MTP module of transformers' class. 4.2M tokens in the last stage of its training, 0.9M before, four
+        steps of the training-time test, under the target's own lm_head. tau on held-in chats from the 101st on, less those that loop or
+        stand in the training data; all texts equal plain decoding's.""")
     text += heads_table(found, "tau", "ratio", " / ") + "\n"
     speeds = {key: value["speed"] for key, value in found.items() if key.startswith("T = ")}
     text += prose("Tokens per second, whole answers to these chats, asked in turn:")
@@ -627,7 +627,7 @@ def heads_table(found: Mapping[str, Any], values: str, pairs: str, sign: str) ->
         for tree, row in found[temperature].items():
             if isinstance(row, dict) and values in row:
                 names = list(row[values])
-                cells = [cell(row[values][name], 2 if pairs == "difference" else 1) for name in names]
+                cells = [cell(row[values][name], 2 if values == "tau" else 1) for name in names]
                 *others, last = names
                 lines.append([temperature, tree, *cells, *(cell(row[pairs][f"{last}{sign}{name}"]) for name in others)])
     return table(["", "tree", *names, *(f"{last}{sign}{name}" for name in others)], lines)

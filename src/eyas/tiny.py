@@ -35,10 +35,9 @@ def _folder() -> Path:
 
 FOLDER = _folder()
 HEADS = {name: FOLDER / name for name in ("eagle1", "eagle3", "mtp")}  # by the kind of head that a method reads
-# The fastest method on this model (docs/results.md, runs/speed.py): with --tree auto 1,058 tokens/s
-# greedily, eagle2 959; at T = 1 882 and 890, which is no difference. Its tau is higher by 0.29. (With
-# the head before this one, of 4,096 draft tokens; docs/results/heads_shipped*.json have this one's.)
-BEST = "eagle3"
+# The fastest method on this model with every tree measured (docs/results.md, "The embedded MTP module"):
+# 4 to 7 % more tokens/s than eagle3, 3 to 10 % more than eagle2.
+BEST = "mtp"
 # The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time. Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"

@@ -46,8 +46,8 @@ OWN=(--method eagle3 --data "$OUT/own_t1.jsonl" --data "$OUT/own_t0.jsonl" --ttt
 "$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3e" --output "$OUT/head3f" --lr 7e-4 --warmup-steps 5 --steps 150 --seed 23 --heldout-tokens 8000
 "$PY" -m eyas train "${OWN[@]}" --init "$OUT/head3f" --output "$OUT/head3g" --lr 6e-4 --warmup-steps 10 --steps 500 --seed 24 --heldout-tokens 12000
 "$PY" runs/make_tiny.py head --model "$OUT/head3g" --output tiny/eyas_tiny/weights/eagle3
-# the MTP module, from a new one under the target's own lm_head: two stages on one chat of 32, then four passes over chats and own answers
-# (what was run had other chats of these files: 2,000 and 629 own answers to questions, and 4,126 chats)
+# the MTP module, from a new one under the target's own lm_head: two stages on one chat of 32, then three passes over chats and own answers
+# (what was run had other chats of these files: 2,000 and 596 own answers to questions, and 4,126 chats)
 zcat "$DATA/train/chat.jsonl.gz" | awk 'NR % 32 == 1' > "$OUT/chat32.jsonl"
 zcat "$DATA/train/chat.jsonl.gz" | awk 'NR % 16 == 9' > "$OUT/chat16.jsonl"
 MTP=(--method mtp --ttt.steps 4 --batch-tokens 2048 --heldout-tokens 20000 --precision float32 --save-every 60)

@@ -105,12 +105,13 @@ def test_sha256(tmp_path: Path) -> None:
 def test_json_of_any_kind_is_a_value_or_one_line() -> None:
     """json.loads raises four kinds of errors, two of which are easily forgotten."""
     assert parse_json(b'\xef\xbb\xbf{"a": [1]}') == parse_json('{"a": [1]}') == {"a": [1]}
+    too_deep = "nested too deeply" if sys.version_info < (3, 14) else "not JSON"  # 3.14 reads to the end
     reasons = {
         b"\xff": "not UTF-8 at byte 0",
         "{": "not JSON",
         "9" * 5000: "a number of too many digits",
-        "[" * 60_000: "nested too deeply|not JSON",  # Python 3.14 reads to the end
-        '{"a": ' * 60_000: "nested too deeply|not JSON",
+        "[" * 60_000: too_deep,
+        '{"a": ' * 60_000: too_deep,
     }
     for text, reason in reasons.items():
         with pytest.raises(InputError, match=reason) as raised:
